@@ -1,0 +1,75 @@
+"""The key-value cache: committed rows by position, uncommitted rows of the current tree beside them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of a batch of sequences.
+
+    Rows past ``lengths`` are never read and may hold anything. A forward pass appends its rows to the tree buffer;
+    ``commit`` moves the accepted ones behind the committed prefix and empties the buffer. The buffer's size M is
+    static: a draft level of N rows makes it N larger, and it is empty between rounds.
+    """
+
+    k: tuple[jax.Array, ...]  # per layer [B, Hkv, S, D]
+    v: tuple[jax.Array, ...]  # per layer [B, Hkv, S, D]
+    k_tree: tuple[jax.Array, ...]  # per layer [B, Hkv, M, D]
+    v_tree: tuple[jax.Array, ...]  # per layer [B, Hkv, M, D]
+    lengths: jax.Array  # [B] int32 committed rows
+
+    @classmethod
+    def create(
+        cls, *, num_layers: int, batch: int, num_kv_heads: int, capacity: int, head_dim: int, dtype: Any = jnp.float32
+    ) -> "KVCache":
+        """An empty cache for ``capacity`` committed rows per sequence."""
+
+        def buffers(rows: int) -> tuple[jax.Array, ...]:
+            return tuple(jnp.zeros((batch, num_kv_heads, rows, head_dim), dtype) for _ in range(num_layers))
+
+        return cls(buffers(capacity), buffers(capacity), buffers(0), buffers(0), jnp.zeros((batch,), jnp.int32))
+
+    def append(self, layer: int, k: jax.Array, v: jax.Array) -> "KVCache":
+        """Add the fed rows' keys and values [B, Hkv, N, D] of one layer to the tree buffer."""
+
+        def put(buffers: tuple[jax.Array, ...], rows: jax.Array) -> tuple[jax.Array, ...]:
+            joined = jnp.concatenate([buffers[layer], rows.astype(buffers[layer].dtype)], axis=2)
+            return (*buffers[:layer], joined, *buffers[layer + 1 :])
+
+        return dataclasses.replace(self, k_tree=put(self.k_tree, k), v_tree=put(self.v_tree, v))
+
+    def commit(self, rows: jax.Array, counts: jax.Array) -> "KVCache":
+        """Move accepted rows of the tree buffer behind the prefix, in order, and empty the buffer.
+
+        Args:
+          rows: [B, R] int32 tree-buffer rows; they need not be contiguous, since an accepted path is not.
+          counts: [B] int32, how many of them to keep (the rest are ignored); lengths grow by this much.
+        """
+        offsets = jnp.arange(rows.shape[1])
+
+        def move(cache: jax.Array, tree: jax.Array) -> jax.Array:
+            # Gathered first, then written: reading and writing one buffer at a shift is miscompiled by XLA's CPU
+            # backend. Rows not kept are sent out of bounds and dropped, so nothing past the new length is touched.
+            def one(cache: jax.Array, tree: jax.Array, rows: jax.Array, count: jax.Array, length: jax.Array):
+                kept = jnp.take(tree, rows, axis=1, mode="clip")
+                target = jnp.where(offsets < count, length + offsets, cache.shape[1])
+                return cache.at[:, target].set(kept, mode="drop")
+
+            return jax.vmap(one)(cache, tree, rows, counts, self.lengths)
+
+        return dataclasses.replace(
+            self.discard(),
+            k=tuple(map(move, self.k, self.k_tree)),
+            v=tuple(map(move, self.v, self.v_tree)),
+            lengths=self.lengths + counts,
+        )
+
+    def discard(self) -> "KVCache":
+        """Empty the tree buffer without committing anything."""
+        empty = tuple(tree[:, :, :0] for tree in self.k_tree)
+        return dataclasses.replace(self, k_tree=empty, v_tree=empty)

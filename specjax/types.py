@@ -1,0 +1,132 @@
+"""The seams: what a model, a drafter, a node rule and a verifier look like to the rest of the library."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+PyTree = Any
+
+
+class TreeMask(NamedTuple):
+    """What each fed row may attend to: the committed prefix by length, the uncommitted rows by mask.
+
+    Every pass of a model is a tree pass. A prompt is a chain of tokens, incremental decoding a tree of one node; so
+    this is the only kind of mask there is, and its memory does not grow with heads, head size or cache capacity.
+    """
+
+    prefix_lengths: jax.Array  # [B] int32, committed cache rows visible to every fed row
+    tree_mask: jax.Array  # [B, N, M] bool, row n attends uncommitted row m; the last N of the M columns are the fed rows
+
+
+class ForwardOut(NamedTuple):
+    """Result of one model pass."""
+
+    logits: jax.Array  # [B, R, V] for the R requested rows
+    hidden: jax.Array | None  # [B, N, D] last hidden states, or None where the model does not give them
+    cache: PyTree  # the cache with the N fed rows appended, uncommitted
+
+
+class Forward(Protocol):
+    """One pass over N rows per sequence, on top of a cache."""
+
+    def __call__(
+        self,
+        params: PyTree,
+        tokens: jax.Array,
+        positions: jax.Array,
+        mask: TreeMask,
+        cache: PyTree,
+        *,
+        rows: jax.Array | None = None,
+    ) -> ForwardOut:
+        """Score ``tokens``.
+
+        Args:
+          params: the model's parameters.
+          tokens: [B, N] int32 token ids.
+          positions: [B, N] int32 positions in the sequence (prefix length + depth, never the slot index).
+          mask: what each row sees.
+          cache: keys and values so far; M - N of its rows are uncommitted.
+          rows: [B, R] int32, the rows whose logits are wanted; None means all N. Prefill asks for one of them, since
+            [B, N, V] logits would be most of its memory.
+        """
+        ...
+
+
+class Model(NamedTuple):
+    """A language model as data and pure functions; any framework can supply one.
+
+    ``forward`` and ``init_cache`` are compared by identity when deciding whether compiled code can be reused, so make
+    them once per architecture and not once per call.
+    """
+
+    forward: Forward
+    params: PyTree
+    init_cache: Callable[[int, int], PyTree]  # (batch, capacity) -> empty cache with .lengths, .commit and .discard
+    vocab_size: int
+    max_positions: int
+    eos_ids: tuple[int, ...] = ()
+    directory: str | None = None  # where it was loaded from
+
+
+class Draws(NamedTuple):
+    """The ordered draws at one node, unbatched; a verifier takes them in this order."""
+
+    tokens: jax.Array  # [K] int32
+    source: jax.Array  # [K] int32, row of q each was drawn from
+    valid: jax.Array  # [K] bool
+
+
+class Acceptance(NamedTuple):
+    """What verification decided for one tree."""
+
+    path: jax.Array  # [D + 1] int32 slots of the accepted path, root first; N (no slot) after the last accepted one
+    num_accepted: jax.Array  # [] int32, accepted drafted tokens: 0..D
+    tokens: jax.Array  # [D + 1] int32: the accepted tokens, then the next token; 0 after it
+
+    @property
+    def next_token(self) -> jax.Array:
+        """[] (or [B]) int32: the bonus token after a full path, or the correction where the path ended."""
+        return jax.numpy.take_along_axis(self.tokens, self.num_accepted[..., None], axis=-1)[..., 0]
+
+
+class NodeRule(Protocol):
+    """The law of the token emitted at a node."""
+
+    def __call__(self, p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
+        """Return the emitted token's law given the draws: [V], sums to 1, unbatched.
+
+        Args:
+          p: [V] target probabilities after the row's warp.
+          q: [S, V] the draft probabilities each source drew from, after its warp.
+          draws: the K ordered draws.
+        """
+        ...
+
+
+class Verifier(NamedTuple):
+    """A verification method: a function, and the laws of draws it is exact for."""
+
+    name: str
+    verify: Callable[..., Acceptance]  # (keys, tree, target_logits [N, V], warp) -> Acceptance, unbatched
+    exact_for: frozenset[str]  # names of proposal laws
+    lossy: bool = False
+
+
+class Drafter(NamedTuple):
+    """A draft source as pure functions over a batch, with the data they work on.
+
+    ``init(params, tokens [B, T], lengths [B]) -> state`` reads the prompts. ``propose(params, keys [B], state, roots
+    [B], warp) -> (TokenTree, state)`` drafts one tree per row. ``commit(params, state, acceptance, hidden) -> state``
+    learns which tokens were emitted; ``hidden`` is the target's [B, N, D] or None.
+    """
+
+    init: Callable[..., PyTree]
+    propose: Callable[..., tuple[Any, PyTree]]
+    commit: Callable[..., PyTree]
+    params: PyTree
+    shape: Any  # TreeShape: the static bounds of the trees it proposes
+    laws: tuple[str, ...]  # proposal law of each source
+    vocab_size: int | None = None
+    max_positions: int | None = None
