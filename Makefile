@@ -1,0 +1,63 @@
+# specjax: set-up, tests and experiments; `make` alone lists the targets.
+#
+# Everything runs in .venv, which is made on first use and refreshed when pyproject.toml or constraints.txt change.
+# On a GPU or TPU machine: make quickstart EXTRAS=experiments,cuda13  (or experiments,tpu)
+# With an interpreter of your own: make quickstart PYTHON=/path/to/python
+
+EXTRAS := experiments
+PYTHON :=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALLED := $(VENV)/.installed-$(EXTRAS)
+
+# Each candidate is run, not only looked up: a pyenv shim exists also for versions that are not selected, and Debian
+# ships a Python without ensurepip.
+CANDIDATES = python3.12 python3.13 python3.14 python3 python "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[2-4]*/bin/python
+PROBE := import ensurepip, sys, venv; sys.exit(not (3, 12) <= sys.version_info < (3, 15))
+NO_PYTHON := Found no Python 3.12 to 3.14 with venv: install one (apt install python3-venv on Debian 13 or Ubuntu 24.04, brew install python@3.12 on macOS, pyenv install 3.12 elsewhere) and run make again.
+
+.PHONY: help quickstart test lint zoo bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 14
+
+quickstart: $(INSTALLED)  ## run the example sweep on the models that ship: a table, plots and a report
+	$(RUN) -m experiments.run configs/quickstart.toml
+
+test: $(INSTALLED) $(VENV)/.group-test  ## run the tests
+	$(RUN) -m pytest
+
+lint: $(INSTALLED) $(VENV)/.group-test $(VENV)/.group-lint  ## check style and types
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pyright
+
+zoo: $(INSTALLED)  ## train the models that ship again, from nothing
+	$(RUN) -m experiments.train configs/zoo.toml
+
+bench: $(INSTALLED)  ## time a round against its bare forwards
+	$(RUN) -m experiments.bench
+
+clean:  ## remove the environment and caches; results in runs/ stay
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(RUN) -m pip --version >/dev/null 2>&1 || { \
+	  for python in $(or $(PYTHON),$(CANDIDATES)) none; do \
+	    "$$python" -c '$(PROBE)' >/dev/null 2>&1 && break; \
+	  done; \
+	  if [ "$$python" = none ]; then echo '$(NO_PYTHON)' >&2; exit 1; fi; \
+	  echo "Making $(VENV) with $$("$$python" --version); the first install takes a few minutes."; \
+	  "$$python" -m venv --clear $(VENV); \
+	}
+	@$(INSTALL) 'pip>=25.1'  # the first that knows dependency groups
+	$(INSTALL) --editable '.[$(EXTRAS)]'
+	@touch $@
+
+$(VENV)/.group-%: $(INSTALLED)
+	$(INSTALL) --group $*
+	@touch $@
