@@ -1,0 +1,1 @@
+"""Experiments on top of the library: imports everything, is imported by nothing, and runs from the checkout."""
