@@ -135,6 +135,8 @@ def _table(cls: type, raw: Any, path: str) -> Any:
 
 
 def _value(hint: Any, raw: Any, path: str, bounds: Mapping[str, Any]) -> Any:
+    if isinstance(hint, typing.TypeAliasType):
+        hint = hint.__value__
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     wrong = ConfigError([f"{path}: expected {_describe(hint)}, got {_say(raw)}"])
     if hint is Any:
@@ -196,6 +198,8 @@ def _check_bounds(value: float, path: str, bounds: Mapping[str, Any]) -> None:
 
 
 def _describe(hint: Any) -> str:
+    if isinstance(hint, typing.TypeAliasType):
+        hint = hint.__value__
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_describe(arg) for arg in args if arg is not type(None))

@@ -1,0 +1,144 @@
+"""From records to numbers: ratios are total over total, never means of ratios."""
+
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from experiments import sweep
+
+type Row = Mapping[str, Any]
+
+
+def frame(records: Sequence[Row], order: Sequence[str]) -> pd.DataFrame:
+    """Records as a table, a row per cell and prompt, cells in the given order."""
+    places = {cell: place for place, cell in enumerate(order)}
+    return pd.DataFrame(sorted(records, key=lambda row: places[row["cell"]]))
+
+
+def rows_of(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """A table's rows as dictionaries."""
+    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+
+
+def summarize(table: pd.DataFrame) -> pd.DataFrame:
+    """A row per cell.
+
+    ``tokens_per_step`` is emitted tokens over verify steps, prefill's token not counted; its ``_low`` and ``_high`` are
+    the quartiles over prompts. ``speedup`` is tokens per second over those of incremental decoding on the same prompts;
+    its ``_low`` and ``_high`` are the extremes over timed passes of either side. ``same_text`` counts the prompts whose
+    tokens are all identical to incremental decoding's.
+    """
+    return pd.DataFrame([_summary(rows) for rows in _by_cell(table)])
+
+
+def acceptance_by_depth(table: pd.DataFrame) -> pd.DataFrame:
+    """Columns cell, depth, tried, accepted, rate: how often a drafted token at a depth was accepted, given that its
+    parent was. Rounds cut short by a stop token or the budget count up to the cut.
+    """
+    found = []
+    for rows in _by_cell(table):
+        tried, accepted = (
+            [sum(level) for level in itertools.zip_longest(*(row[name] for row in rows), fillvalue=0)]
+            for name in ("tried_by_depth", "accepted_by_depth")
+        )
+        found += [
+            {"cell": rows[0]["cell"], "depth": depth, "tried": a, "accepted": b, "rate": b / a}
+            for depth, (a, b) in enumerate(zip(tried, accepted, strict=True), start=1)
+            if a
+        ]
+    return pd.DataFrame(found, columns=pd.Index(["cell", "depth", "tried", "accepted", "rate"]))
+
+
+def panels(summary: pd.DataFrame) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Cells to be compared with one another, under a title: those with one warp, draft mode and verifier.
+
+    Incremental cells stand in every panel of their warp.
+    """
+    warps: dict[str, list[dict[str, Any]]] = {}
+    for row in rows_of(summary):
+        name = warp_name(row["decode.temperature"], row["decode.top_k"], row["decode.top_p"])
+        warps.setdefault(name, []).append(row)
+    found = []
+    for name, rows in warps.items():
+        plain = [row for row in rows if not row["ssms"]]
+        methods = dict.fromkeys((row["verifying"], row["drafting"]) for row in rows if row["ssms"])
+        for method in methods:
+            group = [row for row in rows if row["ssms"] and (row["verifying"], row["drafting"]) == method]
+            found.append((f"{name}, {method[1]} drafts verified by {method[0]}", plain + group))
+        if not methods:
+            found.append((name, plain))
+    return found
+
+
+def varying(summary: pd.DataFrame) -> list[str]:
+    """Settings that the sweep varies beyond tree, drafts, warp, draft mode and verifier."""
+    shown = {"decode.tree", "decode.drafts", "models.drafts", "run.name"}
+    shown |= {f"decode.{name}" for name in ("temperature", "top_k", "top_p", "draft_mode", "verifier")}
+    names = [str(name) for name in summary.columns if str(name).split(".")[0] in ("run", "models", "decode")]
+    return [name for name in names if name not in shown and len(set(summary[name])) > 1]
+
+
+def warp_name(temperature: float, top_k: int, top_p: float) -> str:
+    """A warp in words."""
+    name = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    return name + (f", top-k {top_k}" if top_k else "") + (f", top-p {top_p:g}" if top_p < 1 else "")
+
+
+def short_names(names: Sequence[str]) -> str:
+    """Drafts in few letters: ``ssm_a``, ``ssm_b`` becomes ``ssm_a+b``."""
+    prefix = os.path.commonprefix(list(names)) if len(names) > 1 else ""
+    prefix = prefix[: max(prefix.rfind("_"), prefix.rfind("-")) + 1]
+    return prefix + "+".join(name.removeprefix(prefix) for name in names)
+
+
+def one_line(records: Sequence[Row]) -> str:
+    """A finished cell's result in a few words."""
+    row = _summary(records)
+    return f"{row['tokens_per_step']:.2f} tokens/step, {row['speedup']:.2f}x"
+
+
+def _by_cell(table: pd.DataFrame) -> list[list[dict[str, Any]]]:
+    return [list(rows) for _, rows in itertools.groupby(rows_of(table), key=lambda row: row["cell"])]
+
+
+def _summary(rows: Sequence[Row]) -> dict[str, Any]:
+    first = rows[0]
+    total = {name: sum(row[name] for row in rows) for name in ("new_tokens", "steps", "emitted", "drafted", "accepted")}
+    steps = total["steps"] or np.nan  # a run of which every prompt ended at its first token has no ratios
+    prefill, decode, base = (
+        np.sum([row[f"{name}_seconds"] for row in rows], axis=0) for name in ("prefill", "decode", "baseline_decode")
+    )
+    speed, base_speed = total["emitted"] / decode, sum(row["baseline_emitted"] for row in rows) / base
+    per_prompt = [row["emitted"] / row["steps"] for row in rows if row["steps"]] or [np.nan]
+    settings = {name: value for name, value in first.items() if name.split(".")[0] in ("run", "models", "decode")}
+    return {
+        "cell": first["cell"],
+        "method": sweep.label(first["decode.tree"]),
+        "ssms": short_names(first["decode.drafts"]),
+        "drafting": first["decode.draft_mode"] if first["decode.drafts"] else "",
+        "verifying": first["decode.verifier"] if first["decode.drafts"] else "",
+        "prompts": len(rows),
+        **total,
+        "tokens_per_step": total["emitted"] / steps,
+        "tokens_per_step_low": np.quantile(per_prompt, 0.25),
+        "tokens_per_step_high": np.quantile(per_prompt, 0.75),
+        "drafted_per_step": total["drafted"] / steps,
+        "accepted_per_step": total["accepted"] / steps,
+        "prefill_seconds": np.median(prefill),
+        "decode_seconds": np.median(decode),
+        "tokens_per_second": np.median(speed),
+        "baseline_tokens_per_second": np.median(base_speed),
+        "speedup": np.median(speed) / np.median(base_speed),
+        "speedup_low": np.min(speed) / np.max(base_speed),
+        "speedup_high": np.max(speed) / np.min(base_speed),
+        "same_text_promised": first["same_text_promised"],
+        "same_text": sum(row["same_text"] for row in rows),
+        "differing_prompts": sum(not row["same_text"] for row in rows),
+        "compiles": first["compiles"],
+        **{name: json.dumps(value) if isinstance(value, list) else value for name, value in settings.items()},
+    }

@@ -1,0 +1,390 @@
+"""Run a sweep: `python -m experiments.run configs/quickstart.toml [--set a.b=value] [--out DIR]`."""
+
+import argparse
+import datetime
+import functools
+import hashlib
+import importlib.metadata
+import itertools
+import os
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+import specjax as sj
+from experiments import config, metrics, prompts, report, store, sweep
+from experiments.config import ConfigError
+from experiments.prompts import Prompt
+from experiments.sweep import Cell, Experiment
+from specjax.tree import common_shape
+
+PACKAGES = ("specjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
+
+
+class Measured(NamedTuple):
+    """One prompt's generation and what it took. Seconds are its batch's wall time over the batch's rows, one a pass."""
+
+    tokens: list[int]
+    finish_reason: str
+    rounds: Sequence[Any]
+    batch: int
+    prefill_seconds: list[float]
+    decode_seconds: list[float]
+
+
+class Workshop:
+    """What the cells of a run share: models, prompts and baselines, each made once."""
+
+    def __init__(self, cells: Sequence[Cell]):
+        self.model = functools.cache(_load_model)
+        self.prompts = functools.cache(_load_prompts)
+        self.baseline = functools.cache(self._baseline)
+        trees = [_topology(cell.config.decode.tree) for cell in cells if cell.config.decode.tree]
+        self._bounds = common_shape(trees) if trees else None
+
+    def check(self, cells: Sequence[Cell]) -> dict[str, str]:
+        """Load what the cells need and check that each can run, before anything is compiled.
+
+        Returns:
+          A fingerprint of every model and prompt set.
+
+        Raises:
+          ConfigError: everything that is missing or cannot be.
+        """
+        problems: list[str] = []
+        fingerprints = {}
+        for cell in cells:
+            experiment = cell.config
+            try:
+                for path in (experiment.models.target, *experiment.models.drafts):
+                    fingerprints[path] = _fingerprint(path)
+                texts = self.prompts(*_prompt_key(experiment))
+                fingerprints[experiment.run.prompts] = prompts.fingerprint(texts)
+                sj.stream(**self._call(experiment, texts))  # checks its input, and does nothing until it is iterated
+            except ConfigError as error:
+                problems += error.problems
+            except ValueError as error:
+                problems.append(f"{cell.where}{sweep.label(experiment.decode.tree)}: {error}")
+        if problems:
+            raise ConfigError(list(dict.fromkeys(problems)))
+        return fingerprints
+
+    def measure(self, experiment: Experiment, tick: Callable[[float], None]) -> list[Measured]:
+        """Decode every prompt, ``repeats`` times, compilation left out.
+
+        The first batch of each size is decoded once before it is timed, and a call that compiled is not counted.
+
+        Args:
+          experiment: a cell.
+          tick: called with the share of the work that each timed call was.
+        """
+        texts = self.prompts(*_prompt_key(experiment))
+        batches = [list(batch) for batch in itertools.batched(texts, experiment.run.batch_size)]
+        measured: list[Measured] = []
+        warm: set[int] = set()
+        first = 0
+        for number, batch in enumerate(batches):
+            call = functools.partial(sj.generate, **self._call(experiment, batch, first))
+            if len(batch) not in warm:
+                call()
+                warm.add(len(batch))
+            results = []
+            for _ in range(experiment.run.repeats):
+                results.append(_without_compiling(call))
+                tick(1 / (len(batches) * experiment.run.repeats))
+            for row in range(len(batch)):
+                result = results[0]
+                measured.append(
+                    Measured(
+                        tokens=result.tokens[row],
+                        finish_reason=result.finish_reasons[row],
+                        rounds=result.rounds[row],
+                        batch=number,
+                        prefill_seconds=[result.stats.prefill_seconds / len(batch) for result in results],
+                        decode_seconds=[result.stats.decode_seconds / len(batch) for result in results],
+                    )
+                )
+            first += len(batch)
+        return measured
+
+    def _baseline(self, experiment: Experiment) -> list[Measured]:
+        return self.measure(experiment, lambda share: None)
+
+    def _call(self, experiment: Experiment, batch: Sequence[Prompt], first: int = 0) -> dict[str, Any]:
+        """Arguments of ``generate`` for a batch that begins at prompt ``first``."""
+        run, models, decode = experiment.run, experiment.models, experiment.decode
+        tree = _topology(decode.tree) if decode.tree else None
+        if tree is not None and run.padded:
+            tree = tree.pad(self._bounds)
+        return {
+            "target": self.model(models.target, models.attention, models.dtype),
+            "prompts": [list(prompt.tokens) for prompt in batch],
+            "drafts": [self.model(path, models.attention, models.dtype) for path in models.drafts],
+            "tree": tree,
+            "draft_mode": decode.draft_mode,
+            "verifier": decode.verifier,
+            "warp": sj.Warp(decode.temperature, decode.top_k, decode.top_p),
+            "max_new_tokens": run.max_new_tokens,
+            "seeds": [run.seed + first + row for row in range(len(batch))],
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status: 0, 1 if a cell failed, 2 for a bad config."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.run", description="Run the sweep of a config.")
+    parser.add_argument("config", help="a TOML file, such as configs/quickstart.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. decode.temperature=0.7")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: runs/NAME-ID")
+    args = parser.parse_args(arguments)
+    screen = Console()
+    if not screen.is_terminal:
+        screen.width = 120  # a log or a pipe wraps by itself
+    try:
+        return _run(args.config, args.set, args.out, screen)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return 2
+
+
+def _run(path: str, overrides: Sequence[str], out: pathlib.Path | None, screen: Console) -> int:
+    experiment = config.load(Experiment, path, overrides)
+    cells = sweep.cells(experiment)
+    run_id = config.digest(experiment)
+    directory = out or config.REPOSITORY / "runs" / f"{experiment.run.name}-{run_id}"
+    workshop = Workshop(cells)
+    header = {
+        "id": run_id,
+        "config": config.to_dict(experiment),
+        "inputs": {**workshop.check(cells), "device": _device()},
+    }
+    about = {cell.id: {"method": _title(cell.config), "rows": cell.config.run.num_prompts} for cell in cells}
+    with store.opened(directory, header, about, _session(path, overrides)) as records:
+        pending = [cell for cell in cells if records.header["cells"][cell.id]["status"] != "done"]
+        stopped = _run_cells(pending, len(cells), workshop, records, screen)
+        failed = [entry for entry in records.header["cells"].values() if entry["status"] == "failed"]
+        if not pending:
+            screen.print(f"All {len(cells)} cells were finished before; to measure again, choose another --out.")
+        report.write(records, screen)
+        for entry in failed:
+            screen.print(f"failed: {entry['method']}: {store.reason(entry)}", markup=False)
+        if failed:
+            screen.print("Failed cells are tried again when the command is run again; run.json has the tracebacks.")
+        if stopped:
+            screen.print("Stopped. Finished cells are kept; the same command goes on from here.")
+            return 130
+    return 1 if failed else 0
+
+
+def _run_cells(pending: Sequence[Cell], total: int, workshop: Workshop, records: store.Store, screen: Console) -> bool:
+    """Measure cells one by one; returns whether the user stopped it. A cell that fails does not stop the others."""
+    session = len(records.header["sessions"]) - 1
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=screen) as bar:
+        task = bar.add_task("", total=total, completed=total - len(pending))
+        for number, cell in enumerate(pending, start=total - len(pending) + 1):
+            bar.update(task, description=_title(cell.config))
+            try:
+                rows = _rows(cell, workshop, session, lambda share: bar.advance(task, share))
+            except KeyboardInterrupt:
+                return True
+            except Exception:
+                records.mark(cell.id, "failed", traceback.format_exc())
+                bar.console.print(f"{number}/{total} {_title(cell.config)}: failed", markup=False)
+            else:
+                records.append(cell.id, rows)
+                line = f"{number}/{total} {_title(cell.config)}: {metrics.one_line(rows)}"
+                bar.console.print(line, markup=False, highlight=False)
+            bar.update(task, completed=number)
+    return False
+
+
+def _rows(cell: Cell, workshop: Workshop, session: int, tick: Callable[[float], None]) -> list[dict[str, Any]]:
+    """Measure a cell beside its baseline, and say it in one record per prompt."""
+    experiment = cell.config
+    texts = workshop.prompts(*_prompt_key(experiment))
+    before = _compiles()
+    base = workshop.baseline(sweep.baseline(experiment))
+    between = _compiles()
+    measured = base if experiment.decode.incremental else workshop.measure(experiment, tick)
+    compiles = _compiles() - (before if experiment.decode.incremental else between)
+    return [
+        {
+            "cell": cell.id,
+            "prompt": number,
+            "name": text.name,
+            "session": session,
+            "batch": own.batch,
+            "seed": experiment.run.seed + number,
+            "prompt_tokens": len(text.tokens),
+            "prompt_cut": text.cut,
+            **_counts(own),
+            "tokens": own.tokens,
+            "finish_reason": own.finish_reason,
+            "prefill_seconds": own.prefill_seconds,
+            "decode_seconds": own.decode_seconds,
+            "baseline_steps": len(other.rounds),
+            "baseline_emitted": sum(item.emitted for item in other.rounds),
+            "baseline_prefill_seconds": other.prefill_seconds,
+            "baseline_decode_seconds": other.decode_seconds,
+            "same_text_promised": experiment.decode.same_text,
+            "same_text": own.tokens == other.tokens,
+            "compiles": compiles,
+            **_settings(experiment),
+        }
+        for number, (text, own, other) in enumerate(zip(texts, measured, base, strict=True))
+    ]
+
+
+def _counts(measured: Measured) -> dict[str, Any]:
+    """What the rounds of one prompt add up to.
+
+    At a depth, a round tried its drafted tokens if the path reached their parent and was not cut there by a stop token
+    or the budget: then nobody knows what would have come next.
+    """
+    rounds = measured.rounds
+    depth = max((len(item.drafted_by_depth) for item in rounds), default=0)
+    accepted = [sum(item.accepted > level for item in rounds) for level in range(depth)]
+    refused = [
+        sum(item.accepted == level < item.emitted and item.drafted_by_depth[level] > 0 for item in rounds)
+        for level in range(depth)
+    ]
+    return {
+        "new_tokens": len(measured.tokens),
+        "steps": len(rounds),
+        "emitted": sum(item.emitted for item in rounds),
+        "drafted": sum(item.drafted for item in rounds),
+        "accepted": sum(item.accepted for item in rounds),
+        "emitted_per_round": [item.emitted for item in rounds],
+        "accepted_per_round": [item.accepted for item in rounds],
+        "drafted_by_depth": [sum(item.drafted_by_depth[level] for item in rounds) for level in range(depth)],
+        "tried_by_depth": [a + b for a, b in zip(accepted, refused, strict=True)],
+        "accepted_by_depth": accepted,
+    }
+
+
+def _settings(experiment: Experiment) -> dict[str, Any]:
+    """The cell's config under dotted names."""
+    tables = config.to_dict(experiment)
+    return {f"{part}.{name}": tables[part][name] for part in ("run", "models", "decode") for name in tables[part]}
+
+
+def _title(experiment: Experiment) -> str:
+    decode = experiment.decode
+    warp = metrics.warp_name(decode.temperature, decode.top_k, decode.top_p)
+    if decode.incremental:
+        return f"{sweep.label(decode.tree)}, {warp}"
+    return f"{sweep.label(decode.tree)} {metrics.short_names(decode.drafts)}, {decode.verifier}, {warp}"
+
+
+def _topology(tree: sweep.Tree) -> sj.Topology:
+    is_schedule = all(isinstance(entry, int) for entry in tree)
+    return sj.Topology.from_schedule(tree) if is_schedule else sj.Topology.from_paths(tree)
+
+
+def _load_model(path: str, attention: str | None, dtype: str) -> sj.Model:
+    return sj.load_model(config.resolve(path), attention=attention, dtype=dtype)
+
+
+def _load_prompts(target: str, source: str, num_prompts: int, max_tokens: int) -> list[Prompt]:
+    tokenizer = sj.load_tokenizer(config.resolve(target))
+    return prompts.load(source, num_prompts=num_prompts, max_tokens=max_tokens, tokenizer=tokenizer)
+
+
+def _prompt_key(experiment: Experiment) -> tuple[str, str, int, int]:
+    run = experiment.run
+    return experiment.models.target, run.prompts, run.num_prompts, run.max_prompt_tokens
+
+
+def _fingerprint(path: str) -> str:
+    """Ten hex digits that change when a model is replaced: from its files' names, sizes and ends, since all is slow."""
+    directory = config.resolve(path)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            [f"models: no config.json in {directory}; expected a model directory in the Hugging Face layout"]
+        )
+    digest = hashlib.sha256()
+    for file in sorted(directory.iterdir()):
+        if file.is_file():
+            digest.update(f"{file.name} {file.stat().st_size} ".encode())
+            with open(file, "rb") as content:
+                digest.update(content.read(1 << 16))
+                content.seek(-min(1 << 16, file.stat().st_size), os.SEEK_END)
+                digest.update(content.read())
+    return digest.hexdigest()[:10]
+
+
+def _without_compiling(call: Callable[[], Any]) -> Any:
+    """The first result of ``call`` that took no compilation: another length of prompts may have needed one."""
+    for _ in range(3):
+        before = _compiles()
+        result = call()
+        if _compiles() == before:
+            return result
+    raise RuntimeError("the same call compiles every time, so its time would be mostly compilation")
+
+
+@functools.cache
+def _compile_log() -> list[float]:
+    log: list[float] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            log.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return log
+
+
+def _compiles() -> int:
+    return len(_compile_log())
+
+
+def _device() -> str:
+    device, count = jax.devices()[0], jax.device_count()
+    if device.platform == "cpu":
+        return f"CPU, {_processor()}, {os.cpu_count()} cores"
+    return f"{count} x {device.device_kind}"
+
+
+def _processor() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _session(path: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Who runs this, and with what."""
+    options = [part for override in overrides for part in ("--set", override)]
+    return {
+        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "experiments.run", path, *options]),
+        "revision": _git("rev-parse", "--short=12", "HEAD"),
+        "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(config.REPOSITORY), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

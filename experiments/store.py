@@ -1,0 +1,145 @@
+"""A run's directory: run.json says what is run, records.jsonl holds the rows of finished cells and nothing else."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from experiments.config import ConfigError
+
+
+class Store:
+    """The files of one run.
+
+    A cell's rows are appended in one go when all are there; what a killed process left of an unfinished cell is dropped
+    when the run is opened again. So a cell is done iff all its rows are in records.jsonl.
+    """
+
+    def __init__(self, directory: pathlib.Path, header: dict[str, Any], rows: list[dict[str, Any]]):
+        self.directory = directory
+        self.header = header  # what run.json holds
+        self.rows = rows
+
+    def append(self, cell: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record a finished cell."""
+        with open(self.directory / "records.jsonl", "ab") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows += [dict(row) for row in rows]
+        self.mark(cell, "done")
+
+    def mark(self, cell: str, status: str, error: str | None = None) -> None:
+        """Say in run.json what became of a cell: pending, done or failed."""
+        entry = self.header["cells"][cell]
+        entry["status"] = status
+        entry["error"] = error
+        self.save()
+
+    def save(self) -> None:
+        """Write run.json."""
+        _write(self.directory / "run.json", json.dumps(self.header, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def opened(
+    directory: pathlib.Path,
+    header: Mapping[str, Any],
+    cells: Mapping[str, Mapping[str, Any]],
+    session: Mapping[str, Any],
+) -> Iterator[Store]:
+    """Begin a run in ``directory``, or go on with the one that is there.
+
+    Args:
+      directory: made where it does not exist.
+      header: ``config`` and ``inputs``, which must be those of the run that is there; what else run.json is to say.
+      cells: id -> ``rows``, the number of rows of the cell when finished, and what else run.json is to say of it.
+      session: about this process; sessions are listed in run.json, and rows refer to them.
+
+    Raises:
+      ConfigError: if the directory holds another run, files that are no run, or a run somebody is working on.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
+        except OSError:
+            raise ConfigError([f"{directory}: another process is working on this run"]) from None
+        before = _read_header(directory)
+        if before:
+            _check_same(directory, before, header)
+        rows = _read_rows(directory / "records.jsonl", cells)
+        finished = {row["cell"] for row in rows}
+        entries = {
+            cell: {**about, "status": "done" if cell in finished else "pending", "error": None}
+            for cell, about in cells.items()
+        }
+        sessions = [*before.get("sessions", []), session]
+        store = Store(directory, {**header, "cells": entries, "sessions": sessions}, rows)
+        store.save()
+        yield store
+
+
+def reason(entry: Mapping[str, Any]) -> str:
+    """The last line of a failed cell's traceback."""
+    return entry["error"].strip().splitlines()[-1]
+
+
+def _read_header(directory: pathlib.Path) -> dict[str, Any]:
+    path = directory / "run.json"
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    if (directory / "records.jsonl").exists():
+        raise ConfigError([f"{directory}: records.jsonl without run.json is no run of ours; choose another --out"])
+    return {}
+
+
+def _check_same(directory: pathlib.Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Rows of two experiments are never mixed."""
+    changed = [
+        f"{key} was {json.dumps(old)}, is {json.dumps(new)}"
+        for part in ("config", "inputs")
+        for key, old, new in _differences(before[part], json.loads(json.dumps(now[part])), part)
+    ]
+    if changed:
+        shown = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
+        raise ConfigError([f"{directory}: holds another run ({shown}); choose another --out, or remove that directory"])
+
+
+def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(new.keys() - old.keys())]:
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}")
+    elif old != new:
+        yield path.removeprefix("config."), old, new
+
+
+def _read_rows(path: pathlib.Path, cells: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of whole cells; the file is rewritten where it holds anything else."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    by_cell: dict[str, dict[int, dict[str, Any]]] = {}
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):  # the torn last line of a killed process
+            row = json.loads(line)
+            by_cell.setdefault(row["cell"], {})[row["prompt"]] = row
+    whole = {cell: rows for cell, rows in by_cell.items() if cell in cells and len(rows) == cells[cell]["rows"]}
+    kept = [row for rows in whole.values() for row in rows.values()]
+    text = "".join(json.dumps(row) + "\n" for row in kept)
+    if text != "\n".join(lines):
+        _write(path, text)
+    return kept
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """Replace a file whole: a reader, or a kill, sees the old one or the new one."""
+    temporary = path.with_name(path.name + ".new")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
