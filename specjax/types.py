@@ -79,16 +79,24 @@ class Draws(NamedTuple):
 
 
 class Acceptance(NamedTuple):
-    """What verification decided for one tree."""
+    """What verification decided for a batch of trees."""
 
-    path: jax.Array  # [D + 1] int32 slots of the accepted path, root first; N (no slot) after the last accepted one
-    num_accepted: jax.Array  # [] int32, accepted drafted tokens: 0..D
-    tokens: jax.Array  # [D + 1] int32: the accepted tokens, then the next token; 0 after it
+    path: jax.Array  # [B, D + 1] int32 slots of the accepted path, root first; meaningless after num_accepted
+    num_accepted: jax.Array  # [B] int32, accepted drafted tokens: 0..D
+    tokens: jax.Array  # [B, D + 1] int32: the accepted tokens, then the next token (bonus or correction), then zeros
 
     @property
     def next_token(self) -> jax.Array:
-        """[] (or [B]) int32: the bonus token after a full path, or the correction where the path ended."""
-        return jax.numpy.take_along_axis(self.tokens, self.num_accepted[..., None], axis=-1)[..., 0]
+        """[B] int32: the bonus token after a full path, or the correction where the path ended."""
+        return jax.numpy.take_along_axis(self.tokens, self.num_accepted[:, None], axis=1)[:, 0]
+
+
+class Emission(NamedTuple):
+    """What a round really emitted: an acceptance cut at a stop token and at the row's budget."""
+
+    tokens: jax.Array  # [B, D + 1] int32
+    counts: jax.Array  # [B] int32, how many of them were emitted; 0 for a finished row
+    path: jax.Array  # [B, D + 1] int32 slots whose rows are committed: the root and the accepted nodes
 
 
 class NodeRule(Protocol):
@@ -105,28 +113,39 @@ class NodeRule(Protocol):
         ...
 
 
+class VerifyKeys(NamedTuple):
+    """Randomness of one verification."""
+
+    path: jax.Array  # [B] keys, already folded with the sequence's length
+    emit: jax.Array  # [B] keys of the EMIT stream, to be folded with the position of the token they emit
+    positions: jax.Array  # [B] int32, position of the first token to be emitted
+
+
 class Verifier(NamedTuple):
-    """A verification method: a function, and the laws of draws it is exact for."""
+    """A verification method: a function over a batch, and the laws of draws it is exact for."""
 
     name: str
-    verify: Callable[..., Acceptance]  # (keys, tree, target_logits [N, V], warp) -> Acceptance, unbatched
-    exact_for: frozenset[str]  # names of proposal laws
+    verify: Callable[..., Acceptance]  # (keys: VerifyKeys, tree, target_logits [B, N, V], warp) -> Acceptance
+    exact_for: frozenset[str] | None  # keys of proposal laws (see specjax.laws.law_key); None is every law
     lossy: bool = False
 
 
 class Drafter(NamedTuple):
     """A draft source as pure functions over a batch, with the data they work on.
 
-    ``init(params, tokens [B, T], lengths [B]) -> state`` reads the prompts. ``propose(params, keys [B], state, roots
-    [B], warp) -> (TokenTree, state)`` drafts one tree per row. ``commit(params, state, acceptance, hidden) -> state``
-    learns which tokens were emitted; ``hidden`` is the target's [B, N, D] or None.
+    ``init(params, tokens [B, T], lengths [B]) -> state`` reads right-padded prompts. ``propose(params, keys [B], state,
+    roots [B], warp) -> (TokenTree, state)`` drafts one tree per row; row i's tree depends on row i alone.
+    ``commit(params, state, emission, hidden) -> state`` learns which tokens were emitted; ``hidden`` is the target's
+    [B, N, D] of the scored tree, or None. Every array of the state has a leading batch axis.
+
+    Compiled code is reused when the three functions are the same objects, so make them once per configuration.
     """
 
     init: Callable[..., PyTree]
     propose: Callable[..., tuple[Any, PyTree]]
     commit: Callable[..., PyTree]
     params: PyTree
-    shape: Any  # TreeShape: the static bounds of the trees it proposes
+    max_depth: int  # D of the trees it proposes
     laws: tuple[str, ...]  # proposal law of each source
-    vocab_size: int | None = None
-    max_positions: int | None = None
+    vocab_size: int | None = None  # None: proposes only ids it has seen, so any target's
+    max_positions: int | None = None  # None: no limit

@@ -1,0 +1,209 @@
+"""The decode loop: one round of draft, score, verify and commit, and the loops around it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from specjax import prefill
+from specjax.mask import ancestor_mask
+from specjax.sampling import Streams, Warp, fold_in, sample_at
+from specjax.types import Emission, Forward, PyTree, TreeMask, VerifyKeys
+
+RUNNING, EOS, LENGTH = 0, 1, 2  # why a row stopped
+
+
+class Spec(NamedTuple):
+    """Everything static of a decode: functions and bounds. Equal specs share compiled code."""
+
+    forward: Forward
+    init_cache: Callable[[int, int], PyTree]
+    max_positions: int
+    draft_init: Callable
+    draft_propose: Callable
+    draft_commit: Callable
+    verify: Callable
+    max_depth: int
+
+
+class Params(NamedTuple):
+    """The data that stays the same from round to round."""
+
+    target: PyTree
+    drafter: PyTree
+
+
+class Rounds(NamedTuple):
+    """What happened in each round, filed under the position of the round's root (every round has another)."""
+
+    accepted: jax.Array  # [B, T] int32 accepted drafted tokens, of those emitted
+    emitted: jax.Array  # [B, T] int32; 0 where no round began
+    drafted: jax.Array  # [B, T, D] int32 drafted nodes at depth 1..D
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """A batch between two rounds. Every array has a leading batch axis: a row is a request, whole and independent."""
+
+    tokens: jax.Array  # [B, T] int32 prompt, then what was emitted
+    lengths: jax.Array  # [B] int32 tokens so far; the last one is the next root, not yet in the target's cache
+    limits: jax.Array  # [B] int32 length at which the row's budget is spent
+    reasons: jax.Array  # [B] int32 RUNNING, EOS or LENGTH
+    eos_ids: jax.Array  # [B, E] int32, padded with -1
+    streams: Streams  # [B] keys
+    warp: Warp  # [B] fields
+    draft_warp: Warp  # [B] fields
+    cache: PyTree  # the target's
+    drafter: PyTree  # the drafter's state
+    rounds: Rounds
+
+    @property
+    def running(self) -> jax.Array:
+        """[B] bool, rows that are not finished."""
+        return self.reasons == RUNNING
+
+
+class RoundInfo(NamedTuple):
+    """What one round did, for a person to look at."""
+
+    emission: Emission
+    accepted: jax.Array  # [B] int32, of the emitted tokens those that were drafted
+    drafted: jax.Array  # [B, D] int32 drafted nodes by depth
+
+
+def start(
+    spec: Spec,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    budgets: jax.Array,
+    eos_ids: jax.Array,
+    seeds: jax.Array,
+    warp: Warp,
+    draft_warp: Warp,
+) -> DecodeState:
+    """Prefill prompts and emit each row's first token.
+
+    Args:
+      spec, params: what to run.
+      tokens: [B, T] int32 right-padded prompts; T also bounds prompt + emitted + max_depth + 1, and is a multiple of
+        ``prefill.CHUNK``.
+      lengths: [B] int32 prompt lengths, at least 1.
+      budgets: [B] int32 tokens to emit at most.
+      eos_ids: [B, E] int32, padded with -1.
+      seeds: [B] uint32.
+      warp, draft_warp: [B] fields.
+    """
+    batch, capacity = tokens.shape
+    logits, cache = prefill.prefill(spec.forward, params.target, spec.init_cache(batch, capacity), tokens, lengths)
+    streams = Streams.from_seeds(seeds)
+
+    def sampled() -> jax.Array:
+        return sample_at(streams.emit, lengths, warp(logits))
+
+    first = lax.cond(
+        jnp.any(warp.temperature > 0), sampled, lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    )
+    state = DecodeState(
+        tokens=tokens,
+        lengths=lengths,
+        limits=lengths + budgets,
+        reasons=jnp.where(budgets > 0, RUNNING, LENGTH),
+        eos_ids=eos_ids,
+        streams=streams,
+        warp=warp,
+        draft_warp=draft_warp,
+        cache=cache,
+        drafter=spec.draft_init(params.drafter, tokens, lengths),
+        rounds=Rounds(
+            jnp.zeros((batch, capacity), jnp.int32),
+            jnp.zeros((batch, capacity), jnp.int32),
+            jnp.zeros((batch, capacity, spec.max_depth), jnp.int32),
+        ),
+    )
+    width = spec.max_depth + 1
+    emitted = jnp.zeros((batch, width), jnp.int32).at[:, 0].set(first)
+    state, emission = _emit(state, emitted, jnp.ones_like(lengths), jnp.zeros((batch, width), jnp.int32))
+    return dataclasses.replace(state, drafter=spec.draft_commit(params.drafter, state.drafter, emission, None))
+
+
+def round(spec: Spec, params: Params, state: DecodeState) -> tuple[DecodeState, RoundInfo]:
+    """Draft a tree, score it in one pass of the target, verify it, commit the accepted path (SpecInfer, Figure 2)."""
+    rows = jnp.arange(state.tokens.shape[0])
+    roots = state.tokens[rows, state.lengths - 1]
+    keys = fold_in(state.streams.draft, state.lengths)
+    tree, drafter = spec.draft_propose(params.drafter, keys, state.drafter, roots, state.draft_warp)
+
+    prefix = state.cache.lengths
+    # Nodes past the model's last position cannot be emitted, since budgets end there; they only must not index past it.
+    positions = jnp.minimum(prefix[:, None] + tree.depths, spec.max_positions - 1)
+    mask = TreeMask(prefix, jax.vmap(ancestor_mask)(tree.parents))
+    out = spec.forward(params.target, tree.tokens, positions, mask, state.cache)
+
+    verify_keys = VerifyKeys(fold_in(state.streams.path, state.lengths), state.streams.emit, state.lengths)
+    acceptance = spec.verify(verify_keys, tree, out.logits, state.warp)
+
+    before = state.lengths
+    state, emission = _emit(state, acceptance.tokens, acceptance.num_accepted + 1, acceptance.path)
+    accepted = jnp.minimum(acceptance.num_accepted, emission.counts)
+    by_depth = tree.depths[:, None, :] == jnp.arange(1, spec.max_depth + 1)[:, None]
+    drafted = jnp.sum(by_depth & tree.valid[:, None, :], axis=-1)
+    drafted = jnp.where(emission.counts[:, None] > 0, drafted, 0)
+    filed = jnp.where(emission.counts > 0, before - 1, state.tokens.shape[1])
+    into = lambda record, values: record.at[rows, filed].set(values, mode="drop")
+    state = dataclasses.replace(
+        state,
+        # One row less than emitted: the last token emitted is the next root. One more: this round's root.
+        cache=out.cache.commit(emission.path, emission.counts),
+        drafter=spec.draft_commit(params.drafter, drafter, emission, out.hidden),
+        rounds=Rounds(*map(into, state.rounds, (accepted, emission.counts, drafted))),
+    )
+    return state, RoundInfo(emission, accepted, drafted)
+
+
+def decode(
+    spec: Spec, params: Params, state: DecodeState, *, loop_fn: Callable[..., Any] = lax.while_loop
+) -> DecodeState:
+    """Run rounds until every row is finished. ``loop_fn`` may be a Python loop, for debugging."""
+    return loop_fn(lambda state: jnp.any(state.running), lambda state: round(spec, params, state)[0], state)
+
+
+def replace_row(state: DecodeState, row: int | jax.Array, other: DecodeState) -> DecodeState:
+    """Put the single request of ``other`` (a batch of one with the same buffers) into a row of ``state``.
+
+    Nothing of the row's former request stays, so slots can be reused while the other rows go on.
+    """
+    return jax.tree.map(lambda mine, new: mine.at[row].set(new[0]), state, other)
+
+
+def _emit(
+    state: DecodeState, tokens: jax.Array, counts: jax.Array, path: jax.Array
+) -> tuple[DecodeState, Emission]:
+    """Append up to counts [B] of tokens [B, D + 1], cut behind the first stop token and at the row's budget."""
+    width = tokens.shape[1]
+    places = jnp.arange(width)
+    is_eos = jnp.any(tokens[:, :, None] == state.eos_ids[:, None, :], axis=-1)
+    counts = jnp.minimum(counts, state.limits - state.lengths)
+    stop = jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, width + 1)
+    stopped = stop <= counts
+    counts = jnp.where(state.running, jnp.minimum(counts, stop), 0)
+    lengths = state.lengths + counts
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    where = jnp.where(places < counts[:, None], state.lengths[:, None] + places, state.tokens.shape[1])
+    reasons = jnp.where(stopped, EOS, jnp.where(lengths >= state.limits, LENGTH, RUNNING))
+    state = dataclasses.replace(
+        state,
+        tokens=state.tokens.at[rows, where].set(tokens, mode="drop"),
+        lengths=lengths,
+        reasons=jnp.where(state.running, reasons, state.reasons),
+    )
+    return state, Emission(tokens, counts, path)
+
+
+run_start = jax.jit(start, static_argnums=0)
+run_round = jax.jit(round, static_argnums=0, donate_argnums=2)
+run_decode = jax.jit(decode, static_argnums=0, donate_argnums=2)

@@ -1,0 +1,155 @@
+"""Drafting with a small language model (SSM): expand a topology level by level, drawing from the proposal law."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax import prefill
+from specjax.laws import LAWS, Law
+from specjax.mask import ancestor_mask
+from specjax.sampling import Warp, fold_in
+from specjax.tree import TokenTree, Topology, TreeShape
+from specjax.types import Drafter, Emission, Model, PyTree, TreeMask
+
+
+class SsmParams(NamedTuple):
+    """Data of an SSM drafter."""
+
+    model: PyTree
+    topology: Topology
+
+
+class SsmState(NamedTuple):
+    """What an SSM knows of its sequences.
+
+    Only emitted tokens are committed to its cache: each round first feeds those it has not seen, the root last. So it
+    does not matter which of them it had drafted itself, nor that the deepest level is never fed.
+    """
+
+    cache: PyTree
+    pending: jax.Array  # [B, D + 1] int32 tokens emitted last round
+    counts: jax.Array  # [B] int32
+
+
+def ssm(model: Model, topology: Topology, law: str) -> Drafter:
+    """A drafter that expands ``topology`` with draws from ``model`` (SpecInfer, section 3.1, one SSM).
+
+    Args:
+      model: the SSM.
+      topology: which draws become nodes; at least one level deep.
+      law: name of the proposal law, a key of ``specjax.laws.LAWS``.
+
+    Raises:
+      ValueError: for an unknown law, a lone root, or more distinct draws at a node than the vocabulary has tokens.
+    """
+    if law not in LAWS:
+        raise ValueError(f"unknown proposal law {law!r}; expected one of {sorted(LAWS)}")
+    most = LAWS[law].max_draws
+    if most is not None and topology.shape.num_draws > most:
+        raise ValueError(f"{law} makes at most {most} draws at a node; the tree has {topology.shape.num_draws}")
+    if topology.shape.depth == 0:
+        raise ValueError("an SSM needs a tree of at least one level; incremental decoding takes no drafts")
+    if law != "iid" and topology.shape.num_draws > model.vocab_size:
+        raise ValueError(
+            f"the tree has {topology.shape.num_draws} draws at a node, more than the vocabulary's {model.vocab_size} "
+            f"tokens, and {law} draws are distinct; narrow the tree"
+        )
+    functions = _functions(model.forward, model.init_cache, LAWS[law], topology.shape, model.max_positions)
+    return Drafter(
+        *functions,
+        params=SsmParams(model.params, topology),
+        max_depth=topology.shape.depth,
+        laws=(law,),
+        vocab_size=model.vocab_size,
+        max_positions=model.max_positions,
+    )
+
+
+# Compiled code is reused when these functions are the same objects: hence one set per architecture, law and shape.
+@functools.lru_cache(maxsize=None)
+def _functions(forward, init_cache, law: Law, shape: TreeShape, max_positions: int):
+    def init(params: SsmParams, tokens: jax.Array, lengths: jax.Array) -> SsmState:
+        batch, capacity = tokens.shape
+        _, cache = prefill.prefill(forward, params.model, init_cache(batch, capacity), tokens, lengths)
+        return SsmState(cache, jnp.zeros((batch, shape.depth + 1), jnp.int32), jnp.zeros((batch,), jnp.int32))
+
+    def propose(
+        params: SsmParams, keys: jax.Array, state: SsmState, roots: jax.Array, warp: Warp
+    ) -> tuple[TokenTree, SsmState]:
+        logits, cache = prefill.extend(forward, params.model, state.cache, state.pending, state.counts)
+        tree = _expand(forward, params, law, shape, max_positions, keys, cache, logits, roots, warp)
+        return tree, state._replace(cache=cache)
+
+    def commit(params: SsmParams, state: SsmState, emission: Emission, hidden: jax.Array | None) -> SsmState:
+        del params, hidden
+        return state._replace(pending=emission.tokens, counts=emission.counts)
+
+    return init, propose, commit
+
+
+def _expand(forward, params, law, shape, max_positions, keys, cache, root_logits, roots, warp) -> TokenTree:
+    """Draft trees [B, ..] from caches that hold everything up to and including the roots."""
+    topology, batch = params.topology, roots.shape[0]
+    ancestors = ancestor_mask(topology.parents)
+    row_warp = Warp(*(field[:, None] for field in (warp.temperature, warp.top_k, warp.top_p)))
+
+    def draw(level: int, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [B, W, V], draws [B, W, K] and their validity at one level, K being the tree's largest arity."""
+        q = row_warp(logits)
+        slots, arity = topology.levels[level], shape.arities[level]
+        node_keys = jax.vmap(lambda key: jax.vmap(lambda slot: jax.random.fold_in(key, slot))(slots))(keys)
+        counts = jnp.take(topology.num_draws, slots, mode="fill", fill_value=0)
+        sample = jax.vmap(lambda key, q, count: law.sample(key, q, arity, count))
+        tokens, valid = jax.vmap(sample, in_axes=(0, 0, None))(node_keys, q, counts)
+        spare = ((0, 0), (0, 0), (0, shape.num_draws - arity))
+        return q, jnp.pad(tokens, spare), jnp.pad(valid, spare)
+
+    # Level 0 is the root, whose logits came with the pending tokens. Every later level feeds its own nodes only and
+    # sees the levels before it through the tree buffer, whose rows are in feed order.
+    qs, draw_tokens, draw_valid = ([part] for part in draw(0, root_logits[:, None]))
+    alive = [jnp.ones((batch, 1), bool)]  # expanded nodes that exist, in feed order
+    fed = jnp.concatenate([*topology.levels[1:], jnp.zeros((0,), jnp.int32)])
+    seen = jnp.take(jnp.take(ancestors, fed, axis=0, mode="clip"), fed, axis=1, mode="clip")
+    start = 0
+    for level in range(1, shape.depth):
+        slots, width = topology.levels[level], shape.widths[level]
+        first = sum(shape.widths[: level - 1])  # where the parents' level begins in feed order
+        parents = jnp.take(topology.feed_rows, jnp.take(topology.parents, slots, mode="clip"), mode="clip") - first
+        ranks = jnp.take(topology.ranks, slots, mode="clip")
+        parents = jnp.clip(parents, 0, shape.widths[level - 1] - 1)
+        tokens = draw_tokens[-1][:, parents, ranks]
+        alive.append(alive[-1][:, parents] & draw_valid[-1][:, parents, ranks] & (slots < shape.num_nodes))
+        end = start + width
+        tree_mask = jnp.broadcast_to(seen[start:end, :end], (batch, width, end))
+        positions = jnp.broadcast_to(jnp.minimum(cache.lengths + level - 1, max_positions - 1)[:, None], (batch, width))
+        out = forward(params.model, tokens, positions, TreeMask(cache.lengths, tree_mask), cache)
+        cache, start = out.cache, end
+        for into, part in zip((qs, draw_tokens, draw_valid), draw(level, out.logits)):
+            into.append(part)
+
+    join = functools.partial(jnp.concatenate, axis=1)
+    q, draw_tokens, draw_valid, alive = join(qs), join(draw_tokens), join(draw_valid), join(alive)
+    draw_valid &= alive[:, :, None]
+
+    # From feed order to slots.
+    source = jnp.take(topology.feed_rows, topology.parents, mode="clip")  # the parent's row; the root's is a dummy
+    is_root = jnp.arange(shape.num_nodes) == 0
+    drawn = draw_tokens[:, source, topology.ranks]
+    exists = draw_valid[:, source, topology.ranks] & topology.valid
+    expanded = topology.feed_rows >= 0
+    spread = lambda field: jnp.broadcast_to(field, (batch, *field.shape))
+    return TokenTree(
+        tokens=jnp.where(is_root, roots[:, None], drawn),
+        parents=spread(topology.parents),
+        depths=spread(topology.depths),
+        valid=exists | is_root,
+        draw_tokens=draw_tokens[:, topology.feed_rows],
+        draw_valid=draw_valid[:, topology.feed_rows] & expanded[:, None],
+        draw_source=jnp.zeros((batch, shape.num_draws), jnp.int32),
+        q=q,
+        q_rows=spread(topology.feed_rows)[:, :, None],
+        laws=(law.name,),
+        max_depth=shape.depth,
+    )

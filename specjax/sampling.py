@@ -1,0 +1,107 @@
+"""From logits to distributions and tokens: one warp for target, draft and baseline, one source of noise per request."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specjax.laws import gumbel_noise
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Warp:
+    """Temperature, then top-k, then top-p, as data: rows of one batch may differ.
+
+    Temperature 0 gives the one-hot distribution of the most likely token (of several, the one with the lowest id).
+    """
+
+    temperature: jax.Array | float = 1.0  # [...] >= 0
+    top_k: jax.Array | int = 0  # [...] int32, keep this many tokens; 0 keeps all
+    top_p: jax.Array | float = 1.0  # [...] in (0, 1], keep the fewest most likely tokens with at least this mass
+
+    def __call__(self, logits: jax.Array) -> jax.Array:
+        """Probabilities [..., V] from logits [..., V]; the warp's fields broadcast against the leading axes.
+
+        Work that no row asks for (sorting for the filters) is skipped at run time. Under ``vmap`` it would not be, so
+        the library calls this on whole batches.
+        """
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        temperature, top_k, top_p = (jnp.asarray(field)[..., None] for field in (self.temperature, self.top_k, self.top_p))
+        best = jnp.argmax(logits, axis=-1, keepdims=True)
+        # Relative to the largest logit, so that a tiny temperature cannot overflow.
+        shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+        probs = jax.nn.softmax(shifted / jnp.where(temperature > 0, temperature, 1), axis=-1)
+
+        def keep_likeliest(probs: jax.Array) -> jax.Array:
+            order = jnp.argsort(probs, axis=-1, stable=True, descending=True)
+            ranked = jnp.take_along_axis(probs, order, axis=-1)
+            places = jnp.arange(probs.shape[-1])
+            in_top_k = (top_k <= 0) | (places < top_k)
+            ranked = jnp.where(in_top_k, ranked, 0)
+            ranked = ranked / jnp.sum(ranked, axis=-1, keepdims=True)
+            before = jnp.cumsum(ranked, axis=-1) - ranked
+            kept = in_top_k & ((before < top_p) | (top_p >= 1))
+            kept = jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
+            probs = jnp.where(kept, probs, 0)
+            return probs / jnp.sum(probs, axis=-1, keepdims=True)
+
+        probs = lax.cond(jnp.any((top_k > 0) | (top_p < 1)), keep_likeliest, lambda probs: probs, probs)
+        one_hot = (jnp.arange(logits.shape[-1]) == best).astype(probs.dtype)
+        return jnp.where(temperature > 0, probs, one_hot)
+
+
+def check_warp(warp: Warp) -> None:
+    """Check a warp's values, eagerly.
+
+    Raises:
+      ValueError: naming the field, the value and the range it must lie in.
+    """
+    for name, ok, want in (
+        ("temperature", lambda x: np.isfinite(x) & (x >= 0), "a finite number >= 0 (0 is greedy)"),
+        ("top_k", lambda x: (x >= 0) & (x == np.floor(x)), "an integer >= 0 (0 keeps all tokens)"),
+        ("top_p", lambda x: (x > 0) & (x <= 1), "a number in (0, 1] (1 keeps all tokens)"),
+    ):
+        value = getattr(warp, name)
+        if not np.all(ok(np.asarray(value, float))):
+            raise ValueError(f"Warp.{name} must be {want}; got {value}")
+
+
+def stack_warps(warps: Sequence[Warp]) -> Warp:
+    """One warp with [B] fields from B warps of scalars."""
+    return Warp(
+        jnp.asarray([warp.temperature for warp in warps], jnp.float32),
+        jnp.asarray([warp.top_k for warp in warps], jnp.int32),
+        jnp.asarray([warp.top_p for warp in warps], jnp.float32),
+    )
+
+
+fold_in = jax.vmap(jax.random.fold_in)  # keys [B], data [B] -> keys [B]
+
+
+class Streams(NamedTuple):
+    """A request's three streams of randomness, which never mix.
+
+    DRAFT and PATH are folded with the sequence's length at the round's start, EMIT with the position of the token to be
+    emitted. So a row never depends on its batch-mates, and naive sampling emits the same text whatever was drafted.
+    """
+
+    draft: jax.Array  # [B] keys
+    path: jax.Array  # [B] keys
+    emit: jax.Array  # [B] keys
+
+    @classmethod
+    def from_seeds(cls, seeds: jax.Array) -> "Streams":
+        """Streams of requests with seeds [B] uint32."""
+        keys = jax.vmap(jax.random.key)(seeds)
+        return cls(*(fold_in(keys, jnp.full(seeds.shape, stream)) for stream in range(3)))
+
+
+def sample_at(emit_keys: jax.Array, positions: jax.Array, probs: jax.Array) -> jax.Array:
+    """Draw tokens [B] from probs [B, V] with the EMIT noise of the positions [B] they are emitted at (Gumbel-max)."""
+    noise = jax.vmap(lambda key: gumbel_noise(key, probs.shape[-1], probs.dtype))(fold_in(emit_keys, positions))
+    return jnp.argmax(jnp.log(probs) + noise, axis=-1).astype(jnp.int32)

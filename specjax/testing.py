@@ -1,0 +1,116 @@
+"""For tests, ours and third parties': tabular models, altered models, and references that share no code with the loop."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.cache import KVCache
+from specjax.sampling import Streams, Warp, sample_at
+from specjax.types import ForwardOut, Model, TreeMask
+
+
+def table_model(logits: np.ndarray | Sequence, *, max_positions: int = 1024, eos_ids: tuple[int, ...] = ()) -> Model:
+    """A model whose next-token logits depend on the last token only.
+
+    Args:
+      logits: [V, V], row = last token; or [V], the same after every token.
+      max_positions: its context.
+      eos_ids: its stop tokens.
+    """
+    table = jnp.asarray(logits, jnp.float32)
+    table = jnp.broadcast_to(table, (table.shape[-1], table.shape[-1]))
+    return Model(_table_forward, table, _table_cache, table.shape[-1], max_positions, eos_ids)
+
+
+def _table_forward(params, tokens, positions, mask, cache, *, rows=None):
+    del positions, mask
+    fed = tokens if rows is None else jnp.take_along_axis(tokens, rows, axis=1)
+    return ForwardOut(params[fed], None, cache)
+
+
+def _table_cache(batch: int, capacity: int) -> KVCache:
+    return KVCache.create(num_layers=0, batch=batch, num_kv_heads=0, capacity=capacity, head_dim=0)
+
+
+def hostile(model: Model) -> Model:
+    """A draft that always likes best what the model likes least."""
+    return _altered(model, _negate)
+
+
+def mixed(model: Model) -> Model:
+    """A draft that agrees with the model at about every other node, and is shifted by one token elsewhere."""
+    return _altered(model, _shift_some)
+
+
+def _negate(logits: jax.Array, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    del tokens, positions
+    return -logits
+
+
+def _shift_some(logits: jax.Array, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    agrees = (tokens * 7 + positions * 13) % 5 < 3
+    return jnp.where(agrees[..., None], logits, jnp.roll(logits, 1, axis=-1))
+
+
+def _altered(model: Model, alter: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> Model:
+    return model._replace(forward=_altered_forward(model.forward, alter))
+
+
+@functools.lru_cache(maxsize=None)
+def _altered_forward(forward, alter):
+    def altered(params, tokens, positions, mask, cache, *, rows=None):
+        out = forward(params, tokens, positions, mask, cache, rows=rows)
+        if rows is not None:
+            tokens, positions = (jnp.take_along_axis(field, rows, axis=1) for field in (tokens, positions))
+        return out._replace(logits=alter(out.logits, tokens, positions))
+
+    return altered
+
+
+def fresh_logits(model: Model, tokens: Sequence[int]) -> np.ndarray:
+    """Logits [N, V] after each of N tokens, in one causal pass without any cache."""
+    count = len(tokens)
+    mask = TreeMask(jnp.zeros(1, jnp.int32), jnp.tril(jnp.ones((1, count, count), bool)))
+    ids, positions = jnp.asarray([list(tokens)], jnp.int32), jnp.arange(count, dtype=jnp.int32)[None]
+    return np.asarray(_fresh(model.forward, model.init_cache, model.params, ids, positions, mask)[0])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _fresh(forward, init_cache, params, ids, positions, mask):
+    return forward(params, ids, positions, mask, init_cache(1, 0)).logits
+
+
+def reference_text(
+    model: Model, prompt: Sequence[int], num_tokens: int, *, warp: Warp = Warp(0.0), seed: int = 0
+) -> list[int]:
+    """The text of plain decoding, one whole pass per token: no cache, no tree, no loop of the library's."""
+    tokens = list(prompt)
+    emit = Streams.from_seeds(jnp.asarray([seed], jnp.uint32)).emit
+    padded_length = -(-(len(prompt) + num_tokens) // 32) * 32  # causal, so padding behind changes nothing
+    for _ in range(num_tokens):
+        at = len(tokens)
+        logits = fresh_logits(model, tokens + [0] * (padded_length - at))[at - 1]
+        if warp.temperature == 0:
+            token = int(np.argmax(logits))
+        else:
+            token = int(_sample(emit, jnp.asarray([at]), warp, logits)[0])
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+@jax.jit
+def _sample(emit, positions, warp, logits):
+    return sample_at(emit, positions, warp(logits)[None])
+
+
+def random_parents(rng: np.random.Generator, num_nodes: int) -> np.ndarray:
+    """Parents [N] of a random tree, parents before children."""
+    return np.array([-1, *(rng.integers(0, slot) for slot in range(1, num_nodes))], np.int32)
+
+
+def total_variation(a: np.ndarray, b: np.ndarray) -> float:
+    """Half the sum of absolute differences of two distributions."""
+    return float(np.abs(np.asarray(a) - np.asarray(b)).sum() / 2)

@@ -1,0 +1,25 @@
+"""Verification: rules that give the law of an emitted token, and the walks that sample them."""
+
+from specjax.laws import law_key
+from specjax.types import Verifier
+from specjax.verify.rules import RULES
+from specjax.verify.traverse import traverse
+
+VERIFIERS = {
+    name: Verifier(name, verify=traverse(rule.rule), exact_for=rule.exact_for) for name, rule in RULES.items()
+}
+
+
+def check_laws(verifier: Verifier, laws: tuple[str, ...]) -> None:
+    """Refuse a verifier that would be biased for draws of these laws, one per source.
+
+    Raises:
+      ValueError: naming the verifiers that are exact for them.
+    """
+    key = law_key(laws)
+    if not laws or verifier.exact_for is None or key in verifier.exact_for:
+        return
+    exact = [other.name for other in VERIFIERS.values() if other.exact_for is None or key in other.exact_for]
+    raise ValueError(
+        f"verifier {verifier.name!r} would bias the text for {key} draws; exact for them: {', '.join(sorted(exact))}"
+    )
