@@ -1,0 +1,303 @@
+"""Node rules: the law of the token emitted at a node, given p, q and the node's ordered draws.
+
+Every rule is a plain unbatched function ``rule(p [V], q [S, V], draws) -> emitted [V]`` in the dtype of p. All but
+``optimal`` are differentiable, with O(V) work per draw and no [K, V] array. In all of them ``draws.valid`` may be False
+anywhere, a draw with q(x) = 0 is skipped, remaining mass is summed afresh rather than subtracted, and normalising
+nothing gives back what was there before. Without draws the law is p.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Draws
+from specjax.verify.transport import optimal
+
+
+def _without_draws_p(rule: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A tree of a lone root has K = 0 draws, and then there is nothing to index."""
+
+    @functools.wraps(rule)
+    def wrapped(p: jax.Array, q: jax.Array, draws: Draws, **keywords) -> jax.Array:
+        return rule(p, q, draws, **keywords) if draws.tokens.shape[0] else p
+
+    return wrapped
+
+
+class Rule(NamedTuple):
+    """A node rule and the laws it is exact for."""
+
+    name: str
+    rule: Callable[..., jax.Array]
+    exact_for: frozenset[str] | None  # keys of proposal laws (see specjax.laws.law_key); None is every law
+    takes_laws: bool = False  # the rule needs the keyword laws: the law of each source
+
+
+def _normalise(mass: jax.Array, otherwise: jax.Array) -> jax.Array:
+    total = mass.sum()
+    return jnp.where(total > 0, mass / jnp.where(total > 0, total, 1), otherwise)
+
+
+def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
+    """min(1, a / b), and 0 where b is 0."""
+    return jnp.where(b > 0, jnp.minimum(1, a / jnp.where(b > 0, b, 1)), 0)
+
+
+def _excess(p: jax.Array, q: jax.Array) -> jax.Array:
+    """N((p - q)+), the law left when a draw from q was refused as p's."""
+    return _normalise(jnp.maximum(p - q, 0), p)
+
+
+def _usable(q: jax.Array, draws: Draws) -> jax.Array:
+    """[K] bool: valid draws whose source gives them mass."""
+    return draws.valid & (q[draws.source, draws.tokens] > 0)
+
+
+def _only(law: jax.Array, token: jax.Array, accept: jax.Array) -> jax.Array:
+    """The mixture of ``token`` with weight ``accept`` and ``law`` with the rest."""
+    return ((1 - accept) * law).at[token].add(accept)
+
+
+def naive_sampling(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
+    """The target's own law: a token is sampled from p, and the path goes on where it happens to be a child.
+
+    SpecInfer (Miao et al. 2024), section 4.3, "naive sampling". Exact for every law, including draws that depend on the
+    noise of the emission. Cost: none.
+    """
+    del q, draws
+    return p
+
+
+@_without_draws_p
+def naive_tree(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
+    """Speculative sampling with the first draw; the other draws count only where its residual hits them.
+
+    Leviathan et al. 2023, "Fast inference from transformers via speculative decoding", Algorithm 1, at each node; the
+    later siblings are the naive tree of Weng et al. 2025, "Traversal verification". Exact wherever the first draw has
+    law q: i.i.d., without replacement, hub, several sources. Cost: O(V).
+    """
+    usable = _usable(q, draws)
+    first = jnp.argmax(usable)
+    token, law = draws.tokens[first], q[draws.source[first]]
+    return jnp.where(usable.any(), _only(_excess(p, law), token, _ratio(p[token], law[token])), p)
+
+
+@_without_draws_p
+def multi_step(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
+    """Multi-step speculative sampling (MSS): each draw is tested against what the ones before it left of p.
+
+    SpecInfer (Miao et al. 2024), section 4.3, Algorithm 2. Exact for i.i.d. draws with their multiplicity, from one
+    source or several, in an order that does not depend on the tokens. Cost: O(V) per draw.
+    """
+
+    def step(carry: tuple[jax.Array, jax.Array], draw: tuple[jax.Array, jax.Array, jax.Array]):
+        left, reach = carry
+        token, source, usable = draw
+        accept = jnp.where(usable, _ratio(left[token], q[source, token]), 0)
+        left = jnp.where(usable, _excess(left, q[source]), left)
+        return (left, reach * (1 - accept)), reach * accept
+
+    start = (p, jnp.ones((), p.dtype))
+    (left, reach), accepted = jax.lax.scan(step, start, (draws.tokens, draws.source, _usable(q, draws)))
+    return (reach * left).at[draws.tokens].add(accepted)
+
+
+@_without_draws_p
+def without_replacement(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
+    """MSS in which a refused token leaves q as well as p, and repeats are skipped.
+
+    Sequoia (Chen et al. 2024), section 3.2, Algorithm 2, and recursive rejection sampling (Jeon et al. 2024), section
+    3.2. Exact for draws without replacement verified in drawing order; also for i.i.d. draws, since a draw that is
+    not a repeat has the law q restricted to the unseen, and for several sources of either. Cost: O(V) per draw.
+    """
+
+    def step(carry: tuple[jax.Array, jax.Array, jax.Array], draw: tuple[jax.Array, jax.Array, jax.Array]):
+        left, seen, reach = carry
+        token, source, valid = draw
+        law = jnp.where(seen, 0, q[source])
+        law = _normalise(law, law)
+        usable = valid & (law[token] > 0)
+        accept = jnp.where(usable, _ratio(left[token], law[token]), 0)
+        left = jnp.where(usable, _excess(left, law), left)
+        seen = seen.at[token].set(seen[token] | usable)
+        return (left, seen, reach * (1 - accept)), reach * accept
+
+    start = (p, jnp.zeros(p.shape, bool), jnp.ones((), p.dtype))
+    (left, _, reach), accepted = jax.lax.scan(step, start, (draws.tokens, draws.source, draws.valid))
+    return (reach * left).at[draws.tokens].add(accepted)
+
+
+def _tries(overlap: jax.Array, count: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+    """Return gamma = sum over i < count of (1 - overlap)^i, and its derivative by overlap."""
+    refuse, power = 1 - overlap, jnp.ones_like(overlap)
+    gamma, slope = jnp.zeros_like(overlap), jnp.zeros_like(overlap)
+    for i in range(most):
+        gamma = gamma + jnp.where(i < count, power, 0)
+        # Horner by hand: power is refuse^i, and slope gathers -(i + 1) refuse^i for the exponent i + 1.
+        slope = slope - jnp.where(i + 1 < count, (i + 1) * power, 0)
+        power = power * refuse
+    return gamma, slope
+
+
+def _k_seq_scale(p: jax.Array, q: jax.Array, count: jax.Array, most: int) -> jax.Array:
+    """The root rho in [1, count] of rho = gamma(beta(rho)), from above, with its implicit derivative.
+
+    Any rho above the root is exact and accepts a little less; one below it makes the residual negative. So the upper
+    end of the bracket is returned, after as many halvings as the dtype has bits.
+    """
+    frozen_p, frozen_q = jax.lax.stop_gradient((p, q))
+
+    def halve(_, bracket: tuple[jax.Array, jax.Array]):
+        low, high = bracket
+        middle = (low + high) / 2
+        gamma, _ = _tries(jnp.minimum(frozen_p / middle, frozen_q).sum(), count, most)
+        above = middle >= gamma
+        return jnp.where(above, low, middle), jnp.where(above, middle, high)
+
+    bracket = (jnp.ones((), p.dtype), jnp.maximum(count, 1).astype(p.dtype))
+    _, rho = jax.lax.fori_loop(0, jnp.finfo(p.dtype).nmant + 4, halve, bracket)
+    # One Newton step whose value is zero and whose derivative is the root's.
+    gamma, _ = _tries(jnp.minimum(p / rho, q).sum(), count, most)
+    scaled = frozen_p / rho
+    _, gamma_slope = _tries(jnp.minimum(scaled, frozen_q).sum(), count, most)
+    slope = 1 + gamma_slope * jnp.where(scaled < frozen_q, scaled, 0).sum() / rho
+    flat = jnp.abs(slope) < jnp.finfo(p.dtype).eps ** 0.5  # p = q: the root sits at a kink and is left alone
+    return rho + jnp.where(flat, 0, (gamma - jax.lax.stop_gradient(gamma)) / jnp.where(flat, 1, slope))
+
+
+@_without_draws_p
+def spectr(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
+    """K-SEQ: every draw is tested against the same p / (rho q), with rho chosen so that the residual is just positive.
+
+    SpecTr (Sun et al. 2023), section 5, Algorithm 3. Exact for i.i.d. draws from one source, their number known before
+    they are drawn. Cost: O(V) per halving of rho's bracket (27 in float32, 56 in float64).
+    """
+    most = draws.tokens.shape[0]
+    usable = _usable(q, draws)
+    count = usable.sum()
+    law = q[draws.source[jnp.argmax(usable)]]
+    rho = _k_seq_scale(p, law, count, most)
+    kept = jnp.minimum(p / rho, law)
+    gamma, _ = _tries(kept.sum(), count, most)
+    accept = jnp.where(usable, _ratio(p[draws.tokens] / rho, law[draws.tokens]), 0)
+    reach = jnp.cumprod(1 - accept)
+    before = jnp.concatenate([jnp.ones((1,), p.dtype), reach[:-1]])
+    residual = _normalise(jnp.maximum(p - gamma * kept, 0), p)
+    return jnp.where(count > 0, (reach[-1] * residual).at[draws.tokens].add(before * accept), p)
+
+
+@_without_draws_p
+def top_k_plus_one(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
+    """Speculative sampling with the last draw, against q without the earlier ones, which its residual usually hits.
+
+    After Hu et al. 2025, "Towards optimal multi-draft speculative decoding" (the paper's own form was not at hand; this
+    one is enumerated). Exact for top-(k-1) plus one drawn from the rest, where it reaches the optimum, and for draws
+    without replacement; not for i.i.d. draws, whose last may repeat an earlier one. Cost: O(V).
+    """
+    usable = _usable(q, draws)
+    count = usable.sum()
+    slots = jnp.arange(usable.shape[0])
+    last = jnp.max(jnp.where(usable, slots, 0))
+    token = draws.tokens[last]
+    earlier = jnp.where(usable & (slots < last), draws.tokens, p.shape[0])
+    law = q[draws.source[last]].at[earlier].set(0, mode="drop")
+    law = _normalise(law, law)
+    return jnp.where(count > 0, _only(_excess(p, law), token, _ratio(p[token], law[token])), p)
+
+
+@_without_draws_p
+def hub(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
+    """SpecHub: of a pair that always holds a = argmax q, the other token is served first and a takes what is left.
+
+    SpecHub (Sun et al. 2024), section 4, Algorithm 1. Exact for the hub law's pairs, and for a single draw from q.
+    Cost: O(V).
+    """
+    usable = _usable(q, draws)
+    slots = jnp.arange(usable.shape[0])
+    first = jnp.argmax(usable)
+    second = jnp.argmax(usable & (slots > first))
+    law = q[draws.source[first]]
+    centre = jnp.argmax(law)
+    rest = law.at[centre].set(0)
+    # The pair (x, a) has probability q(x); the pair (a, x) this much:
+    reversed_pair = law[centre] * _normalise(rest, rest)
+    by_first = jnp.minimum(p, rest)
+    by_second = jnp.minimum(p - by_first, reversed_pair)
+    unused = ((rest - by_first) + (reversed_pair - by_second)).sum()
+    by_centre = jnp.minimum(p[centre], unused)
+    residual = _normalise(jnp.maximum((p - by_first - by_second).at[centre].add(-by_centre), 0), p)
+    centre_first = draws.tokens[first] == centre
+    token = jnp.where(centre_first, draws.tokens[second], draws.tokens[first])
+    accept = jnp.where(
+        centre_first, _ratio(by_second[token], reversed_pair[token]), _ratio(by_first[token], rest[token])
+    )
+    pair = _only(_only(residual, centre, _ratio(by_centre, unused)), token, accept)
+    return jnp.where(usable.sum() > 1, pair, naive_tree(p, q, draws))
+
+
+@_without_draws_p
+def khisti(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
+    """Keep the draw with the largest p / q, whose exact law is r, and test it against r as a single draw.
+
+    The two-step form of Khisti et al. 2025, "Multi-draft speculative sampling: canonical decomposition and theoretical
+    limits", section 3, with fixed weights where the paper solves a linear program: any way of keeping a draw is exact,
+    weights only optimise. Exact for i.i.d. draws from one source, their number known before they are drawn. Cost: one
+    sort of the vocabulary.
+    """
+    most = draws.tokens.shape[0]
+    usable = _usable(q, draws)
+    count = usable.sum()
+    law = q[draws.source[jnp.argmax(usable)]]
+    token, kept_law = best_of_draws(p, law, draws.tokens, usable, count, most)
+    emitted = _only(_excess(p, kept_law), token, _ratio(p[token], kept_law[token]))
+    return jnp.where(count > 0, emitted, p)
+
+
+def best_of_draws(
+    p: jax.Array, q: jax.Array, tokens: jax.Array, usable: jax.Array, count: jax.Array, most: int
+) -> tuple[jax.Array, jax.Array]:
+    """The draw with the largest p / q (ties to the highest id), and that choice's law [V] over ``count`` i.i.d. draws.
+
+    With F the distribution of p / q under q, that law is F(x)^k - F(x-)^k = q(x) * sum over i < k of F(x)^i
+    F(x-)^(k-1-i); the product form does not cancel.
+    """
+    order = jnp.argsort(jnp.where(q > 0, p / jnp.where(q > 0, q, 1), -1), stable=True)
+    rank = jnp.zeros(order.shape, jnp.int32).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
+    upto = jnp.cumsum(q[order])
+    upto = upto / upto[-1]
+    below = jnp.concatenate([jnp.zeros((1,), q.dtype), upto[:-1]])
+    total, power = jnp.zeros_like(upto), jnp.ones_like(upto)
+    for i in range(most):  # total <- total * F + F-^i, as long as there are draws
+        total = jnp.where(i < count, total * upto + power, total)
+        power = power * below
+    kept_law = ((upto - below) * total)[rank]
+    return tokens[jnp.argmax(jnp.where(usable, rank[tokens], -1))], kept_law
+
+
+def _sources(*laws: str) -> frozenset[str]:
+    return frozenset(law + suffix for law in laws for suffix in ("", " x sources"))
+
+
+# What each is exact for is measured by specjax.exact.measure_table, and a test compares.
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule("naive_sampling", naive_sampling, None),
+        Rule("naive_tree", naive_tree, _sources("iid", "without_replacement", "hub")),
+        Rule("multi_step", multi_step, _sources("iid")),
+        Rule("without_replacement", without_replacement, _sources("iid", "without_replacement")),
+        Rule("spectr", spectr, frozenset({"iid"})),
+        Rule("top_k_plus_one", top_k_plus_one, frozenset({"top_k_plus_one", "without_replacement"})),
+        Rule("hub", hub, frozenset({"hub"})),
+        Rule("khisti", khisti, frozenset({"iid"})),
+        Rule(
+            "optimal",
+            optimal,
+            _sources("deterministic", "iid", "without_replacement", "top_k_plus_one", "hub"),
+            takes_laws=True,
+        ),
+    )
+}

@@ -1,0 +1,142 @@
+"""The optimal node rule: a maximum flow from drawn sets to tokens, solved on the host for small vocabularies."""
+
+import functools
+import itertools
+from collections import deque
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.laws import LAWS
+from specjax.types import Draws
+
+MOST_OUTCOMES = 200_000
+
+
+def drawn_sets(q: np.ndarray, laws: tuple[str, ...], counts: tuple[int, ...]) -> dict[int, float]:
+    """The probability of each set of drawn tokens, as a bit mask, when source s takes counts[s] draws from q[s] [V]."""
+    sets = {0: 1.0}
+    for row, law, count in zip(q, laws, counts, strict=True):
+        if count == 0:
+            continue
+        tokens, valid, probs = LAWS[law].enumerate(row, count)
+        masks = np.bitwise_or.reduce(np.where(valid, 1 << tokens.astype(np.int64), 0), axis=1)
+        one: dict[int, float] = {}
+        for mask, prob in zip(masks.tolist(), probs.tolist(), strict=True):
+            if prob > 0:
+                one[mask] = one.get(mask, 0.0) + prob
+        both: dict[int, float] = {}
+        for (a, x), (b, y) in itertools.product(sets.items(), one.items()):
+            both[a | b] = both.get(a | b, 0.0) + x * y
+        sets = both
+    return sets
+
+
+def maximum_flow(sets: dict[int, float], p: np.ndarray) -> dict[int, np.ndarray]:
+    """How much of each drawn set's mass goes to which of its tokens [V], the sum over all being the largest possible.
+
+    Shortest augmenting paths (Edmonds and Karp 1972), which end after a number of steps that does not depend on the
+    capacities, so real-valued ones are solved up to rounding.
+    """
+    masks = list(sets)
+    supply, room = np.array([sets[mask] for mask in masks]), p.astype(np.float64).copy()
+    flow = np.zeros((len(masks), len(p)))
+    linked = (np.array(masks)[:, None] >> np.arange(len(p))) & 1 == 1
+    while True:
+        # Nodes: sets are ("set", i), tokens are ("token", y). A token gives back to a set what that set sent it.
+        queue = deque(int(i) for i in np.flatnonzero(supply > 0))
+        came_to_set: dict[int, int | None] = dict.fromkeys(queue)
+        came_to_token: dict[int, int] = {}
+        end = None
+        while queue and end is None:
+            i = queue.popleft()
+            for y in np.flatnonzero(linked[i]).tolist():
+                if y in came_to_token:
+                    continue
+                came_to_token[y] = i
+                if room[y] > 0:
+                    end = y
+                    break
+                for j in np.flatnonzero(flow[:, y] > 0).tolist():
+                    if j not in came_to_set:
+                        came_to_set[j] = y
+                        queue.append(j)
+        if end is None:
+            return dict(zip(masks, flow, strict=True))
+        path, y = [], end
+        while True:
+            i = came_to_token[y]
+            back = came_to_set[i]
+            path.append((i, y, back))
+            if back is None:
+                break
+            y = back
+        amount = min(supply[i], room[end], *(flow[i, back] for i, _, back in path if back is not None))
+        supply[i] -= amount
+        room[end] -= amount
+        for i, y, back in path:
+            flow[i, y] += amount
+            if back is not None:
+                flow[i, back] -= amount
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(p: bytes, q: bytes, laws: tuple[str, ...], counts: tuple[int, ...]) -> dict[int, np.ndarray]:
+    """The emitted law for each drawn set that has mass."""
+    target, drafts = np.frombuffer(p), np.frombuffer(q).reshape(len(laws), -1)
+    sets = drawn_sets(drafts, laws, counts)
+    flow = maximum_flow(sets, target)
+    left = np.maximum(target - sum(flow.values()), 0)
+    left = left / left.sum() if left.sum() > 0 else target
+    return {mask: sent / sets[mask] + max(0.0, 1 - sent.sum() / sets[mask]) * left for mask, sent in flow.items()}
+
+
+def _emitted(laws: tuple[str, ...], p: np.ndarray, q: np.ndarray, tokens: np.ndarray, source, valid) -> np.ndarray:
+    """Host side, one node: the emitted law in float64."""
+    target = np.asarray(p, np.float64) / np.asarray(p, np.float64).sum()
+    drafts = np.asarray(q, np.float64)
+    drafts = drafts / np.maximum(drafts.sum(-1, keepdims=True), np.finfo(np.float64).tiny)
+    valid = valid & (drafts[source, tokens] > 0)
+    counts = tuple(np.bincount(source[valid], minlength=len(laws)).tolist())
+    drawn = int(np.bitwise_or.reduce(1 << tokens[valid].astype(np.int64), initial=0))
+    return _plan(target.tobytes(), drafts.tobytes(), laws, counts).get(drawn, target)
+
+
+def optimal(p: jax.Array, q: jax.Array, draws: Draws, *, laws: tuple[str, ...]) -> jax.Array:
+    """The rule that emits a drawn token as often as any exact rule can, for a vocabulary of a few tokens.
+
+    The optimal transport of SpecTr (Sun et al. 2023), section 3, in the form of a maximum flow from drawn sets (with
+    their probability) to their tokens y (at most p(y)); what no set filled is the residual. Exact for every law that
+    can be enumerated. Cost: a callback to the host and a sum over all draws, V^K of them, once per (p, q) and number of
+    draws. Not differentiable: ``specjax.exact.optimal_acceptance`` is.
+
+    Args:
+      laws: the law of each source (row of q).
+
+    Raises:
+      ValueError: laws and q disagree, a law cannot be enumerated, or there are too many outcomes to sum.
+    """
+    vocab_size, most = p.shape[0], draws.tokens.shape[0]
+    if most == 0:
+        return p
+    if len(laws) != q.shape[0]:
+        raise ValueError(f"expected one law for each of {q.shape[0]} sources; got {laws}")
+    if "shared_gumbel" in laws:
+        raise ValueError("shared_gumbel draws depend on the emission's noise; verify them with naive_sampling")
+    if vocab_size**most > MOST_OUTCOMES or vocab_size > 62:
+        raise ValueError(
+            f"the optimum sums every draw: {vocab_size}^{most} outcomes are more than {MOST_OUTCOMES}. Use it on small "
+            "vocabularies; spectr or without_replacement come close on large ones."
+        )
+
+    def host(*arguments: jax.Array) -> np.ndarray:
+        p, q, tokens, source, valid = (np.asarray(argument) for argument in arguments)
+        batch = p.shape[:-1]
+        emitted = np.empty(p.shape, p.dtype)
+        for index in np.ndindex(*batch):
+            emitted[index] = _emitted(laws, p[index], q[index], tokens[index], source[index], valid[index])
+        return emitted
+
+    result = jax.ShapeDtypeStruct(p.shape, p.dtype)
+    return jnp.asarray(jax.pure_callback(host, result, p, q, *draws, vmap_method="broadcast_all"))
