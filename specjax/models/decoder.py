@@ -1,0 +1,210 @@
+"""The Llama-family decoder: parameters in NNX modules, one pure forward over rows of a tree."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels.tree_attention import tree_attention
+from specjax.cache import KVCache
+from specjax.models.config import DecoderConfig
+from specjax.types import Forward, ForwardOut, Model, PyTree, TreeMask
+
+_INIT_SCALE = 0.02
+
+
+def _normal(rngs: nnx.Rngs, *shape: int, scale: float = _INIT_SCALE) -> nnx.Param:
+    return nnx.Param(scale * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+class Projection(nnx.Module):
+    """x @ kernel (+ bias)."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, rngs: nnx.Rngs, scale: float = _INIT_SCALE):
+        self.kernel = _normal(rngs, inputs, outputs, scale=scale)
+        self.bias = nnx.Param(jnp.zeros((outputs,), jnp.float32)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        out = x @ self.kernel[...]
+        return out if self.bias is None else out + self.bias[...]
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation, in float32 whatever the dtype of x."""
+
+    def __init__(self, features: int):
+        self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
+
+    def __call__(self, x: jax.Array, eps: float) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+        return normed.astype(x.dtype) * self.scale[...]
+
+
+class SelfAttention(nnx.Module):
+    """The four projections of grouped-query attention."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Projection(config.hidden_size, q_width, bias=config.qkv_bias, rngs=rngs)
+        self.k_proj = Projection(config.hidden_size, kv_width, bias=config.qkv_bias, rngs=rngs)
+        self.v_proj = Projection(config.hidden_size, kv_width, bias=config.qkv_bias, rngs=rngs)
+        self.o_proj = Projection(
+            q_width, config.hidden_size, bias=config.o_bias, rngs=rngs, scale=_residual_scale(config)
+        )
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Projection(hidden, inner, bias=bias, rngs=rngs)
+        self.up_proj = Projection(hidden, inner, bias=bias, rngs=rngs)
+        self.down_proj = Projection(inner, hidden, bias=bias, rngs=rngs, scale=_residual_scale(config))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nnx.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.input_layernorm = RMSNorm(config.hidden_size)
+        self.self_attn = SelfAttention(config, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size)
+        self.mlp = SwiGLU(config, rngs=rngs)
+
+
+class Decoder(nnx.Module):
+    """The parameters, named as Hugging Face names them; matrices are stored so that they multiply as x @ W."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.embed_tokens = _normal(rngs, config.vocab_size, config.hidden_size)
+        self.layers = nnx.List(Layer(config, rngs=rngs) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size)
+        self.lm_head = (
+            None if config.tied_head else Projection(config.hidden_size, config.vocab_size, bias=False, rngs=rngs)
+        )
+
+
+def _residual_scale(config: DecoderConfig) -> float:
+    # Each layer adds twice to the residual stream; this keeps its variance from growing with depth (GPT-2).
+    return _INIT_SCALE * (2 * config.num_layers) ** -0.5
+
+
+@functools.lru_cache
+def abstract_decoder(config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """The decoder's structure, and its parameters as shapes."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(params=0))))
+
+
+def _rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding (Su et al. 2021, section 3.2.2), pairing dimension i with i + D / 2 as Llama does.
+
+    Args:
+      x: [B, N, H, D].
+      positions: [B, N] int32.
+      theta: the base of the frequencies.
+    """
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies  # [B, N, 1, D / 2]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+@functools.lru_cache
+def decoder_functions(
+    config: DecoderConfig, attention: str | None, dtype: str
+) -> tuple[Forward, Callable[[int, int], KVCache]]:
+    """``forward`` and ``init_cache`` of an architecture.
+
+    Made once per argument, since compiled code is reused by the identity of these functions.
+    """
+    graph, _ = abstract_decoder(config)
+
+    def attend(layer: int, weights: SelfAttention, x: jax.Array, positions: jax.Array, mask: TreeMask, cache: KVCache):
+        batch, rows, _ = x.shape
+        q = weights.q_proj(x).reshape(batch, rows, config.num_heads, config.head_dim)
+        k = weights.k_proj(x).reshape(batch, rows, config.num_kv_heads, config.head_dim)
+        v = weights.v_proj(x).reshape(batch, rows, config.num_kv_heads, config.head_dim)
+        q, k = _rotate(q, positions, config.rope_theta), _rotate(k, positions, config.rope_theta)
+        cache = cache.append(layer, k.swapaxes(1, 2), v.swapaxes(1, 2))
+        out = tree_attention(
+            q,
+            cache.k[layer],
+            cache.v[layer],
+            cache.k_tree[layer],
+            cache.v_tree[layer],
+            prefix_lengths=mask.prefix_lengths,
+            tree_mask=mask.tree_mask,
+            implementation=attention,
+        )
+        return weights.o_proj(out.reshape(batch, rows, -1)), cache
+
+    def forward(
+        params: nnx.State,
+        tokens: jax.Array,
+        positions: jax.Array,
+        mask: TreeMask,
+        cache: KVCache,
+        *,
+        rows: jax.Array | None = None,
+    ) -> ForwardOut:
+        """See ``specjax.types.Forward``; ``hidden`` is what the head reads, after the last norm."""
+        decoder = nnx.merge(graph, params)
+        x = decoder.embed_tokens[...][tokens]
+        for index, layer in enumerate(decoder.layers):
+            normed = layer.input_layernorm(x, config.norm_eps)
+            attended, cache = attend(index, layer.self_attn, normed, positions, mask, cache)
+            x = x + attended
+            x = x + layer.mlp(layer.post_attention_layernorm(x, config.norm_eps))
+        hidden = decoder.norm(x, config.norm_eps)
+        wanted = hidden if rows is None else jnp.take_along_axis(hidden, rows[..., None], axis=1)
+        logits = wanted @ decoder.embed_tokens[...].T if decoder.lm_head is None else decoder.lm_head(wanted)
+        return ForwardOut(logits, hidden, cache)
+
+    def init_cache(batch: int, capacity: int) -> KVCache:
+        return KVCache.create(
+            num_layers=config.num_layers,
+            batch=batch,
+            num_kv_heads=config.num_kv_heads,
+            capacity=capacity,
+            head_dim=config.head_dim,
+            dtype=dtype,
+        )
+
+    return forward, init_cache
+
+
+def make_model(
+    config: DecoderConfig,
+    params: PyTree,
+    *,
+    attention: str | None = None,
+    dtype: str = "float32",
+    eos_ids: tuple[int, ...] = (),
+    directory: str | None = None,
+) -> Model:
+    """Parameters and functions together; the parameters and the cache hold ``dtype``."""
+    forward, init_cache = decoder_functions(config, attention, dtype)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return Model(forward, params, init_cache, config.vocab_size, config.max_positions, eos_ids, directory)
+
+
+def init_model(
+    config: DecoderConfig,
+    key: jax.Array,
+    *,
+    attention: str | None = None,
+    dtype: str = "float32",
+    eos_ids: tuple[int, ...] = (),
+) -> Model:
+    """A model with random parameters."""
+    params = nnx.state(Decoder(config, rngs=nnx.Rngs(params=key)))
+    return make_model(config, params, attention=attention, dtype=dtype, eos_ids=eos_ids)

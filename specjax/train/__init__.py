@@ -1,0 +1,17 @@
+"""Training of small models: loss, optimiser and one step, as pure functions."""
+
+from specjax.train.checkpoint import restore_latest, save_checkpoint
+from specjax.train.loss import causal_logits, next_token_loss
+from specjax.train.optimizer import make_optimizer
+from specjax.train.step import TrainState, init_train_state, make_train_step
+
+__all__ = [
+    "TrainState",
+    "causal_logits",
+    "init_train_state",
+    "make_optimizer",
+    "make_train_step",
+    "next_token_loss",
+    "restore_latest",
+    "save_checkpoint",
+]

@@ -1,0 +1,34 @@
+"""Next-token loss of a model, by way of the same forward that decodes."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from specjax.types import Model, PyTree, TreeMask
+
+
+def causal_logits(model: Model, params: PyTree, tokens: jax.Array) -> jax.Array:
+    """Logits [B, N, V] of whole sequences [B, N]: a chain of N nodes on an empty cache."""
+    batch, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    causal = jnp.broadcast_to(jnp.tri(length, dtype=bool), (batch, length, length))
+    mask = TreeMask(jnp.zeros((batch,), jnp.int32), causal)
+    return model.forward(params, tokens, positions, mask, model.init_cache(batch, 0)).logits
+
+
+def next_token_loss(logits: jax.Array, tokens: jax.Array, teacher: jax.Array | None = None, weight: float = 0.0):
+    """Mean loss in nats per token.
+
+    Args:
+      logits: [B, N, V] of the positions before each token.
+      tokens: [B, N] int32, the tokens that came.
+      teacher: [B, N, V] logits of a model to imitate, or None.
+      weight: share of the loss that is cross-entropy to the teacher's probabilities (Hinton et al. 2015, at
+        temperature 1); the rest is cross-entropy to the tokens.
+    """
+    logits = logits.astype(jnp.float32)
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+    if teacher is None:
+        return loss
+    imitation = optax.softmax_cross_entropy(logits, jax.nn.softmax(teacher.astype(jnp.float32))).mean()
+    return (1 - weight) * loss + weight * imitation
