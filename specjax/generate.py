@@ -108,8 +108,19 @@ def generate(
     Raises:
       ValueError: for any bad input, saying what was expected.
     """
-    plan = _plan(
-        target, prompts, drafts, tree, draft_mode, draft_warp, verifier, warp, max_new_tokens, eos_ids, seeds, allow_lossy
+    plan = prepare(
+        target,
+        prompts,
+        drafts=drafts,
+        tree=tree,
+        draft_mode=draft_mode,
+        draft_warp=draft_warp,
+        verifier=verifier,
+        warp=warp,
+        max_new_tokens=max_new_tokens,
+        eos_ids=eos_ids,
+        seeds=seeds,
+        allow_lossy=allow_lossy,
     )
     began = time.perf_counter()
     state = jax.block_until_ready(plan.start())
@@ -152,8 +163,19 @@ def stream(
 
     Input is checked when this is called, not at the first step. The iterator may be dropped at any time.
     """
-    plan = _plan(
-        target, prompts, drafts, tree, draft_mode, draft_warp, verifier, warp, max_new_tokens, eos_ids, seeds, allow_lossy
+    plan = prepare(
+        target,
+        prompts,
+        drafts=drafts,
+        tree=tree,
+        draft_mode=draft_mode,
+        draft_warp=draft_warp,
+        verifier=verifier,
+        warp=warp,
+        max_new_tokens=max_new_tokens,
+        eos_ids=eos_ids,
+        seeds=seeds,
+        allow_lossy=allow_lossy,
     )
 
     def steps() -> Iterator[StreamStep]:
@@ -209,19 +231,35 @@ def make_drafter(drafts: Sequence[Model | Drafter], tree, draft_mode: str) -> Dr
     return NO_DRAFT if not parts else parts[0] if len(parts) == 1 else ensemble(parts)
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
+    """A checked request: what ``specjax.decode`` needs to run it."""
+
     spec: decode.Spec
     params: decode.Params
-    inputs: tuple
+    inputs: tuple  # of decode.start
     seeds: list[int]
 
     def start(self) -> decode.DecodeState:
+        """Prefill, and emit the first tokens."""
         return decode.run_start(self.spec, self.params, *self.inputs)
 
 
-def _plan(
-    target, prompts, drafts, tree, draft_mode, draft_warp, verifier, warp, max_new_tokens, eos_ids, seeds, allow_lossy
-) -> _Plan:
+def prepare(
+    target: Model,
+    prompts: Sequence[Sequence[int]],
+    *,
+    drafts: Sequence[Model | Drafter] = (),
+    tree=None,
+    draft_mode: str = "top_k",
+    draft_warp: Warp | Sequence[Warp] | None = None,
+    verifier: str | Verifier = "naive_sampling",
+    warp: Warp | Sequence[Warp] | None = None,
+    max_new_tokens: int | Sequence[int] = 64,
+    eos_ids: Sequence[int] | None = None,
+    seeds: int | None | Sequence[int | None] = None,
+    allow_lossy: bool = False,
+) -> Plan:
+    """Check a request and resolve its names; arguments and errors are those of ``generate``. Nothing is compiled."""
     if not isinstance(target, Model):
         raise ValueError(f"target is a {type(target).__name__}; expected a Model, as load_model returns")
     drafter = make_drafter(drafts, tree, draft_mode)
@@ -264,7 +302,7 @@ def _plan(
         stack_warps(warps),
         stack_warps(draft_warps),
     )
-    return _Plan(spec, decode.Params(target.params, drafter.params), inputs, all_seeds)
+    return Plan(spec, decode.Params(target.params, drafter.params), inputs, all_seeds)
 
 
 def _verifier(verifier: str | Verifier, drafter: Drafter, allow_lossy: bool) -> Verifier:

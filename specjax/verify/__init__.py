@@ -6,7 +6,8 @@ from specjax.verify.rules import RULES
 from specjax.verify.traverse import traverse
 
 VERIFIERS = {
-    name: Verifier(name, verify=traverse(rule.rule), exact_for=rule.exact_for) for name, rule in RULES.items()
+    name: Verifier(name, traverse(rule.rule, takes_laws=rule.takes_laws), rule.exact_for)
+    for name, rule in RULES.items()
 }
 
 

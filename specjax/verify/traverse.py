@@ -31,21 +31,23 @@ class _Walk(NamedTuple):
 
 
 @functools.lru_cache(maxsize=None)
-def traverse(rule: NodeRule):
+def traverse(rule: NodeRule, *, takes_laws: bool = False):
     """A verifier's function from a node rule (SpecInfer, Algorithm 2, for any rule).
 
     From the root down: draw the emitted token from the rule's law, and go on at the child that carries it, until there is
     none. It is a child that counts, however the rule came to the token: what was drafted below a child is independent
-    of that. Only rows of the target's logits that are walked over are warped.
+    of that. Only rows of the target's logits that are walked over are warped. ``takes_laws`` is for a rule with a
+    keyword ``laws``, the proposal law of each source.
     """
 
     def verify(keys: VerifyKeys, tree: TokenTree, logits: jax.Array, warp: Warp) -> Acceptance:
         batch, width = logits.shape[0], tree.max_depth + 1
         rows = jnp.arange(batch)
         sampled = jnp.any(warp.temperature > 0)
+        law_of_token = functools.partial(rule, laws=tree.laws) if takes_laws else rule
 
         def emit(walk: _Walk) -> jax.Array:
-            law = node_law(rule, tree, logits, walk.node, warp)
+            law = node_law(law_of_token, tree, logits, walk.node, warp)
             return sample_at(keys.emit, keys.positions + walk.step, law)
 
         def greedy(walk: _Walk) -> jax.Array:
