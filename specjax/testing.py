@@ -35,6 +35,38 @@ def _table_cache(batch: int, capacity: int) -> KVCache:
     return KVCache.create(num_layers=0, batch=batch, num_kv_heads=0, capacity=capacity, head_dim=0)
 
 
+def context_model(
+    seed: int, vocab_size: int, *, scale: float = 2.0, max_positions: int = 1024, eos_ids: tuple[int, ...] = ()
+) -> Model:
+    """A model whose next-token logits depend on every token it sees and on where that token stands, in exact arithmetic.
+
+    The cache holds one whole number per row, drawn for its token and position; their sum over the visible rows chooses
+    one of 1024 rows of random logits. So one wrong mask bit, position or committed row gives unrelated logits, equality
+    of texts is exact on any device, and compiling it costs little more than a table model.
+    """
+    rng = np.random.default_rng(seed)
+    marks = jnp.asarray(rng.integers(0, 4096, (max_positions, vocab_size)), jnp.float32)  # sums stay below 2^24
+    logits = jnp.asarray(scale * rng.normal(size=(1024, vocab_size)), jnp.float32)
+    return Model(_context_forward, (marks, logits), _context_cache, vocab_size, max_positions, eos_ids)
+
+
+def _context_forward(params, tokens, positions, mask, cache, *, rows=None):
+    marks, logits = params
+    fed = marks[positions, tokens][:, None, :, None]
+    cache = cache.append(0, fed, fed)
+    kept, beside = cache.k[0][:, 0, :, 0], cache.v_tree[0][:, 0, :, 0]
+    committed = jnp.arange(kept.shape[1]) < mask.prefix_lengths[:, None]
+    total = jnp.sum(jnp.where(committed, kept, 0), axis=1)[:, None]
+    total += jnp.sum(jnp.where(mask.tree_mask, beside[:, None], 0), axis=2)
+    if rows is not None:
+        total = jnp.take_along_axis(total, rows, axis=1)
+    return ForwardOut(logits[total.astype(jnp.int32) % 1024], None, cache)
+
+
+def _context_cache(batch: int, capacity: int) -> KVCache:
+    return KVCache.create(num_layers=1, batch=batch, num_kv_heads=1, capacity=capacity, head_dim=1)
+
+
 def hostile(model: Model) -> Model:
     """A draft that always likes best what the model likes least."""
     return _altered(model, _negate)
