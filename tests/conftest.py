@@ -12,3 +12,11 @@ jax.config.update("jax_debug_key_reuse", True)
 # Deadlines would measure compilation. Derandomised in CI, so that a red run is red again at the same commit.
 hypothesis.settings.register_profile("specjax", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("specjax")
+
+
+def pytest_configure(config):
+    # Most of the time goes into compiling, and most of that is the same as in the run before. The key of an entry holds
+    # the program, the flags, jaxlib's version and the processor's features, so a stale one is never taken.
+    # `pytest --cache-clear` empties it.
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -32,8 +32,8 @@ ARROWS = {
     "specjax.models": "specjax.types specjax.cache pallas_kernels",
     "specjax.train": "specjax.types specjax.models",
     "specjax.generate": LIBRARY,
-    "specjax.testing": f"{LIBRARY} specjax.generate specjax",
-    "specjax": f"{LIBRARY} specjax.generate",
+    "specjax.testing": f"{LIBRARY} specjax.generate",
+    "specjax": f"{LIBRARY} specjax.generate specjax.testing",
     "pallas_kernels": "",
     "experiments": f"{LIBRARY} specjax.generate specjax.testing specjax pallas_kernels",
 }
