@@ -16,7 +16,8 @@ ROOT = Path(__file__).parent.parent
 # Room -> the rooms it may import. A room is a module, or a package with all its modules; each may import itself.
 # "specjax" is the package's __init__.py alone.
 CORE = "specjax.types specjax.tree specjax.mask specjax.sampling specjax.laws specjax.prefill"
-LIBRARY = f"{CORE} specjax.cache specjax.draft specjax.verify specjax.decode specjax.models specjax.exact specjax.train"
+LOOP = f"{CORE} specjax.draft specjax.verify specjax.decode"
+LIBRARY = f"{LOOP} specjax.cache specjax.models specjax.exact specjax.train specjax.request specjax.generate"
 ARROWS = {
     "specjax.types": "",
     "specjax.tree": "specjax.types",
@@ -31,11 +32,12 @@ ARROWS = {
     "specjax.exact": "specjax.types specjax.tree specjax.sampling specjax.laws specjax.verify",
     "specjax.models": "specjax.types specjax.cache pallas_kernels",
     "specjax.train": "specjax.types specjax.models",
-    "specjax.generate": LIBRARY,
-    "specjax.testing": f"{LIBRARY} specjax.generate",
-    "specjax": f"{LIBRARY} specjax.generate specjax.testing",
+    "specjax.request": LOOP,
+    "specjax.generate": f"{LOOP} specjax.request",
+    "specjax.testing": LIBRARY,
+    "specjax": f"{LIBRARY} specjax.testing",
     "pallas_kernels": "",
-    "experiments": f"{LIBRARY} specjax.generate specjax.testing specjax pallas_kernels",
+    "experiments": f"{LIBRARY} specjax.testing specjax pallas_kernels",
 }
 PACKAGES = {room.split(".")[0] for room in ARROWS}
 
