@@ -18,7 +18,7 @@ from rich.table import Table
 
 import specjax as sj
 from specjax import decode
-from specjax.generate import prepare
+from specjax.request import prepare
 from specjax.types import Model, TreeMask
 
 LOOP = 16  # forwards per timed call: like rounds, they run in a loop inside one executable
@@ -107,13 +107,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         round_cost(target, draft, schedule, prompt=prompt, new_tokens=options.new_tokens), options.repeats
     )
     bare = sum(seconds for name, seconds in median.items() if name != "round")
-    table = Table(title=f"Round of <{options.schedule}>, batch 1, greedy: {median['round'] / bare:.2f} x its bare forwards")
+    table = Table(
+        title=f"Round of <{options.schedule}>, batch 1, greedy: {median['round'] / bare:.2f} x its bare forwards"
+    )
     table.add_column("part")
     table.add_column("ms", justify="right")
     for name, seconds in {**median, "all bare forwards": bare}.items():
         table.add_row(name, f"{1e3 * seconds:.3f}")
     Console().print(table)
-    report = {"schedule": schedule, "ratio": median["round"] / bare, "milliseconds": {k: 1e3 * v for k, v in median.items()}}
+    report = {
+        "schedule": schedule,
+        "ratio": median["round"] / bare,
+        "milliseconds": {k: 1e3 * v for k, v in median.items()},
+    }
     print(json.dumps(report))
 
 

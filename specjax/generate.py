@@ -1,26 +1,19 @@
-"""Generation from lists of prompts: everything is checked here, on the host, before anything is compiled."""
+"""Generation from lists of prompts: the whole text at once, or a round at a time."""
 
 import dataclasses
-import difflib
 import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode
-from specjax.draft.ensemble import ensemble
-from specjax.draft.none import NO_DRAFT
-from specjax.draft.ssm import ssm
-from specjax.prefill import CHUNK
-from specjax.sampling import Warp, check_warp, stack_warps
+from specjax.request import Builder, prepare
+from specjax.sampling import Warp
 from specjax.tree import Topology
 from specjax.types import Drafter, Model, Verifier
-from specjax.verify import VERIFIERS, check_laws
 
-DRAFT_MODES = {"top_k": "deterministic", "iid": "iid", "without_replacement": "without_replacement"}
 _REASONS = {decode.EOS: "eos", decode.LENGTH: "length"}
 
 
@@ -72,7 +65,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     drafts: Sequence[Model | Drafter] = (),
-    tree=None,
+    tree: Sequence[int] | Topology | Builder | None = None,
     draft_mode: str = "top_k",
     draft_warp: Warp | Sequence[Warp] | None = None,
     verifier: str | Verifier = "naive_sampling",
@@ -130,7 +123,10 @@ def generate(
 
     tokens, lengths, reasons, rounds = jax.device_get((state.tokens, state.lengths, state.reasons, state.rounds))
     all_rounds = [
-        [_round(rounds.accepted[row, at], rounds.emitted[row, at], rounds.drafted[row, at]) for at in np.flatnonzero(marks)]
+        [
+            _round(rounds.accepted[row, at], rounds.emitted[row, at], rounds.drafted[row, at])
+            for at in np.flatnonzero(marks)
+        ]
         for row, marks in enumerate(rounds.emitted)
     ]
     steps = sum(map(len, all_rounds))
@@ -149,7 +145,7 @@ def stream(
     prompts: Sequence[Sequence[int]],
     *,
     drafts: Sequence[Model | Drafter] = (),
-    tree=None,
+    tree: Sequence[int] | Topology | Builder | None = None,
     draft_mode: str = "top_k",
     draft_warp: Warp | Sequence[Warp] | None = None,
     verifier: str | Verifier = "naive_sampling",
@@ -202,195 +198,5 @@ def stream(
     return steps()
 
 
-def make_drafter(drafts: Sequence[Model | Drafter], tree, draft_mode: str) -> Drafter:
-    """One drafter from what ``generate`` takes as ``drafts``, ``tree`` and ``draft_mode``.
-
-    Raises:
-      ValueError: for a tree without a draft, an SSM without a tree, an unknown mode, or a tree that cannot be drafted.
-    """
-    if isinstance(drafts, Model | Drafter):
-        raise ValueError("drafts is a sequence of models or Drafters; for one, write drafts=[draft]")
-    if draft_mode not in DRAFT_MODES:
-        raise ValueError(f"unknown draft_mode {draft_mode!r}{_nearest(draft_mode, DRAFT_MODES)}")
-    if tree is not None and not callable(tree) and not isinstance(tree, Topology):
-        tree = Topology.from_schedule(tree)
-    models = [draft for draft in drafts if not isinstance(draft, Drafter)]
-    for index, draft in enumerate(drafts):
-        if not isinstance(draft, Model | Drafter):
-            raise ValueError(f"drafts[{index}] is a {type(draft).__name__}; expected a Model or a Drafter")
-    if tree is not None and not drafts and not (isinstance(tree, Topology) and tree.shape.depth == 0):
-        raise ValueError("a tree was given, but nothing that drafts it; pass drafts=[model]")
-    if models and tree is None:
-        raise ValueError("an SSM needs a tree to draft; pass tree=(3, 2, 1, 1), say, or a Topology")
-    if drafts and not models and tree is not None:
-        raise ValueError("every draft is a Drafter, which brings its own tree; leave out tree")
-    if isinstance(tree, Topology) and tree.shape.depth == 0:
-        return NO_DRAFT  # a lone root has nothing to draft
-    build = tree if callable(tree) else lambda model, law: ssm(model, tree, law)
-    parts = [draft if isinstance(draft, Drafter) else build(draft, DRAFT_MODES[draft_mode]) for draft in drafts]
-    return NO_DRAFT if not parts else parts[0] if len(parts) == 1 else ensemble(parts)
-
-
-class Plan(NamedTuple):
-    """A checked request: what ``specjax.decode`` needs to run it."""
-
-    spec: decode.Spec
-    params: decode.Params
-    inputs: tuple  # of decode.start
-    seeds: list[int]
-
-    def start(self) -> decode.DecodeState:
-        """Prefill, and emit the first tokens."""
-        return decode.run_start(self.spec, self.params, *self.inputs)
-
-
-def prepare(
-    target: Model,
-    prompts: Sequence[Sequence[int]],
-    *,
-    drafts: Sequence[Model | Drafter] = (),
-    tree=None,
-    draft_mode: str = "top_k",
-    draft_warp: Warp | Sequence[Warp] | None = None,
-    verifier: str | Verifier = "naive_sampling",
-    warp: Warp | Sequence[Warp] | None = None,
-    max_new_tokens: int | Sequence[int] = 64,
-    eos_ids: Sequence[int] | None = None,
-    seeds: int | None | Sequence[int | None] = None,
-    allow_lossy: bool = False,
-) -> Plan:
-    """Check a request and resolve its names; arguments and errors are those of ``generate``. Nothing is compiled."""
-    if not isinstance(target, Model):
-        raise ValueError(f"target is a {type(target).__name__}; expected a Model, as load_model returns")
-    drafter = make_drafter(drafts, tree, draft_mode)
-    verifier = _verifier(verifier, drafter, allow_lossy)
-    tokens, lengths = _prompts(prompts, target)
-    budgets = np.array(_per_prompt("max_new_tokens", max_new_tokens, len(prompts)))
-    if budgets.dtype.kind not in "iu" or np.any(budgets < 0):
-        raise ValueError(f"max_new_tokens must be an integer >= 0, or one per prompt; got {max_new_tokens!r}")
-    _check_room(target, drafter, lengths, budgets)
-    capacity = CHUNK
-    while capacity < np.max(lengths + budgets):
-        capacity *= 2
-    warps = _per_prompt("warp", Warp(0.0) if warp is None else warp, len(prompts), Warp)
-    if draft_warp is None:
-        draft_warp = [Warp(row.temperature or 1.0) for row in warps]
-    draft_warps = _per_prompt("draft_warp", draft_warp, len(prompts), Warp)
-    for row in (*warps, *draft_warps):
-        check_warp(row)
-    stops = target.eos_ids if eos_ids is None else eos_ids
-    if not all(isinstance(stop, int | np.integer) and 0 <= stop < target.vocab_size for stop in stops):
-        raise ValueError(f"eos_ids must be token ids in [0, {target.vocab_size}); got {stops!r}")
-    padded_stops = [*stops, *[-1] * (-len(stops) % 8 if stops else 8)]  # a handful of sizes, not one per list
-    all_seeds = _seeds(seeds, len(prompts))
-    spec = decode.Spec(
-        target.forward,
-        target.init_cache,
-        target.max_positions,
-        drafter.init,
-        drafter.propose,
-        drafter.commit,
-        verifier.verify,
-        drafter.max_depth,
-    )
-    inputs = (
-        jnp.asarray(np.pad(tokens, ((0, 0), (0, capacity - tokens.shape[1])))),
-        jnp.asarray(lengths, jnp.int32),
-        jnp.asarray(budgets, jnp.int32),
-        jnp.broadcast_to(jnp.asarray(padded_stops, jnp.int32), (len(prompts), len(padded_stops))),
-        jnp.asarray(all_seeds, jnp.uint32),
-        stack_warps(warps),
-        stack_warps(draft_warps),
-    )
-    return Plan(spec, decode.Params(target.params, drafter.params), inputs, all_seeds)
-
-
-def _verifier(verifier: str | Verifier, drafter: Drafter, allow_lossy: bool) -> Verifier:
-    if isinstance(verifier, str):
-        if verifier not in VERIFIERS:
-            raise ValueError(f"unknown verifier {verifier!r}{_nearest(verifier, VERIFIERS)}")
-        verifier = VERIFIERS[verifier]
-    if not isinstance(verifier, Verifier):
-        raise ValueError(f"verifier is a {type(verifier).__name__}; expected a name or a Verifier")
-    if verifier.lossy:
-        if not allow_lossy:
-            raise ValueError(f"{verifier.name} changes the target's distribution; pass allow_lossy=True to use it")
-    else:
-        check_laws(verifier, drafter.laws)
-    return verifier
-
-
-def _prompts(prompts: Sequence[Sequence[int]], target: Model) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded prompts [B, longest] and their lengths [B]."""
-    if isinstance(prompts, str) or not len(prompts):
-        raise ValueError("prompts must be a non-empty list of token-id lists")
-    for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str | int | np.integer):
-            raise ValueError(f"prompts[{index}] is {prompt!r}; expected a list of token ids (see load_tokenizer)")
-        if not len(prompt):
-            raise ValueError(f"prompts[{index}] is empty; a prompt needs at least one token")
-        ids = np.asarray(prompt)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError(f"prompts[{index}] must be a flat list of integer token ids; got {ids.dtype} {ids.shape}")
-        if ids.min() < 0 or ids.max() >= target.vocab_size:
-            wrong = ids[(ids < 0) | (ids >= target.vocab_size)][0]
-            raise ValueError(f"prompts[{index}] has token id {wrong}, outside the target's [0, {target.vocab_size})")
-    lengths = np.array([len(prompt) for prompt in prompts])
-    tokens = np.zeros((len(prompts), lengths.max()), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    return tokens, lengths
-
-
-def _check_room(target: Model, drafter: Drafter, lengths: np.ndarray, budgets: np.ndarray) -> None:
-    if drafter.vocab_size is not None and drafter.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"the drafts' vocabulary has {drafter.vocab_size} tokens and the target's {target.vocab_size}; they must be "
-            "one vocabulary"
-        )
-    for name, limit in (("target", target.max_positions), ("draft", drafter.max_positions)):
-        if limit is None:
-            continue
-        for index, (length, budget) in enumerate(zip(lengths, budgets)):
-            if length + budget > limit:
-                raise ValueError(
-                    f"prompts[{index}] has {length} tokens and may grow by max_new_tokens={budget}, beyond the {name} "
-                    f"model's context of {limit}"
-                )
-            if length + drafter.max_depth > limit:
-                raise ValueError(
-                    f"prompts[{index}] has {length} tokens, and a tree of depth {drafter.max_depth} behind it would reach "
-                    f"beyond the {name} model's context of {limit}"
-                )
-
-
-def _per_prompt(name: str, value, count: int, scalar: type | tuple = (int, np.integer)) -> list:
-    if isinstance(value, scalar):
-        return [value] * count
-    if isinstance(value, str) or not hasattr(value, "__len__"):
-        raise ValueError(f"{name} is {value!r}; expected one value or one per prompt")
-    values = list(value)
-    if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} entries for {count} prompts")
-    for index, entry in enumerate(values):
-        if not isinstance(entry, scalar):
-            raise ValueError(f"{name}[{index}] is {entry!r}; expected {getattr(scalar, '__name__', 'an integer')}")
-    return values
-
-
-def _seeds(seeds: int | None | Sequence[int | None], count: int) -> list[int]:
-    values = _per_prompt("seeds", seeds, count, (int, np.integer, type(None)))
-    entropy = np.random.SeedSequence().generate_state(count)
-    for index, seed in enumerate(values):
-        if seed is not None and (isinstance(seed, bool) or not 0 <= seed < 2**32):
-            raise ValueError(f"seed {index} is {seed!r}; expected an integer in [0, 2^32)")
-    return [int(fresh if seed is None else seed) for seed, fresh in zip(values, entropy)]
-
-
 def _round(accepted: np.ndarray, emitted: np.ndarray, drafted: np.ndarray) -> Round:
     return Round(int(drafted.sum()), int(accepted), int(emitted), tuple(map(int, drafted)))
-
-
-def _nearest(name: str, known) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; expected one of {sorted(known)}"

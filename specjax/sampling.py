@@ -27,12 +27,13 @@ class Warp:
     def __call__(self, logits: jax.Array) -> jax.Array:
         """Probabilities [..., V] from logits [..., V]; the warp's fields broadcast against the leading axes.
 
-        Work that no row asks for (sorting for the filters) is skipped at run time. Under ``vmap`` it would not be, so
-        the library calls this on whole batches.
+        Work that no row asks for (sorting for the filters, the argmax of greedy rows) is skipped at run time. Under
+        ``vmap`` it would not be, so the library calls this on whole batches.
         """
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        temperature, top_k, top_p = (jnp.asarray(field)[..., None] for field in (self.temperature, self.top_k, self.top_p))
-        best = jnp.argmax(logits, axis=-1, keepdims=True)
+        temperature, top_k, top_p = (
+            jnp.asarray(field)[..., None] for field in (self.temperature, self.top_k, self.top_p)
+        )
         # Relative to the largest logit, so that a tiny temperature cannot overflow.
         shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
         probs = jax.nn.softmax(shifted / jnp.where(temperature > 0, temperature, 1), axis=-1)
@@ -51,12 +52,16 @@ class Warp:
             return probs / jnp.sum(probs, axis=-1, keepdims=True)
 
         probs = lax.cond(jnp.any((top_k > 0) | (top_p < 1)), keep_likeliest, lambda probs: probs, probs)
-        one_hot = (jnp.arange(logits.shape[-1]) == best).astype(probs.dtype)
-        return jnp.where(temperature > 0, probs, one_hot)
+
+        def greedy_rows(probs: jax.Array) -> jax.Array:
+            one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=probs.dtype)
+            return jnp.where(temperature > 0, probs, one_hot)
+
+        return lax.cond(jnp.any(temperature <= 0), greedy_rows, lambda probs: probs, probs)
 
 
 def check_warp(warp: Warp) -> None:
-    """Check a warp's values, eagerly.
+    """Check the values of one row's warp, eagerly.
 
     Raises:
       ValueError: naming the field, the value and the range it must lie in.
@@ -67,8 +72,8 @@ def check_warp(warp: Warp) -> None:
         ("top_p", lambda x: (x > 0) & (x <= 1), "a number in (0, 1] (1 keeps all tokens)"),
     ):
         value = getattr(warp, name)
-        if not np.all(ok(np.asarray(value, float))):
-            raise ValueError(f"Warp.{name} must be {want}; got {value}")
+        if np.ndim(value) or isinstance(value, str) or not ok(np.asarray(value, float)):
+            raise ValueError(f"Warp.{name} must be {want}; got {value!r}")
 
 
 def stack_warps(warps: Sequence[Warp]) -> Warp:

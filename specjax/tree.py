@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+Array = jax.Array | np.ndarray  # topologies are made on the host
+
 
 class TreeShape(NamedTuple):
     """The static bounds of a family of trees; topologies padded to one shape share one executable."""
@@ -41,13 +43,13 @@ class Topology:
     two topologies of one shape run through the same executable.
     """
 
-    parents: jax.Array  # [N] int32, -1 for the root and for padding
-    ranks: jax.Array  # [N] int32, the node's place among its parent's draws
-    depths: jax.Array  # [N] int32
-    valid: jax.Array  # [N] bool, False for padding
-    num_draws: jax.Array  # [N] int32, draws at the node: its highest child's rank + 1
-    feed_rows: jax.Array  # [N] int32, row among all expanded nodes in level order, -1 for leaves and padding
-    levels: tuple[jax.Array, ...]  # per depth [W_d] int32 slots of the expanded nodes, N for padding
+    parents: Array  # [N] int32, -1 for the root and for padding
+    ranks: Array  # [N] int32, the node's place among its parent's draws
+    depths: Array  # [N] int32
+    valid: Array  # [N] bool, False for padding
+    num_draws: Array  # [N] int32, draws at the node: its highest child's rank + 1
+    feed_rows: Array  # [N] int32, row among all expanded nodes in level order, -1 for leaves and padding
+    levels: tuple[Array, ...]  # per depth [W_d] int32 slots of the expanded nodes, N for padding
     shape: TreeShape = dataclasses.field(metadata=dict(static=True))
 
     @classmethod
@@ -65,7 +67,9 @@ class Topology:
             raise ValueError("an expansion schedule needs at least one entry; Topology.chain(0) is the lone root")
         for level, width in enumerate(schedule):
             if not _is_int(width) or width < 1:
-                raise ValueError(f"expansion schedule {tuple(schedule)}: entry {level} is {width!r}, expected an integer >= 1")
+                raise ValueError(
+                    f"expansion schedule {tuple(schedule)}: entry {level} is {width!r}, expected an integer >= 1"
+                )
         paths: list[tuple[int, ...]] = []
         level_paths: list[tuple[int, ...]] = [()]
         for width in schedule:
@@ -93,6 +97,8 @@ class Topology:
         Raises:
           ValueError: naming the entry, if a path is empty, has a negative rank, is there twice or lacks its parent.
         """
+        if not isinstance(paths, Iterable):
+            raise ValueError(f"a tree is given as a list of paths, such as [[0], [1], [0, 0]]; got {paths!r}")
         entries = [tuple(path) if isinstance(path, Sequence | np.ndarray) else path for path in paths]
         if not entries:
             raise ValueError("a tree needs at least one path; Topology.chain(0) is the lone root")
@@ -156,11 +162,13 @@ class Topology:
         if not fits:
             raise ValueError(f"a tree of shape {own} does not fit into {shape}; see common_shape")
 
-        def grow(array: jax.Array, fill: int) -> np.ndarray:
+        def grow(array: Array, fill: int) -> np.ndarray:
             return np.pad(array, (0, shape.num_nodes - own.num_nodes), constant_values=fill)
 
         # Padding slots are named by the number of slots, which grows.
-        own_levels = [np.where(level == own.num_nodes, shape.num_nodes, level) for level in map(np.asarray, self.levels)]
+        own_levels = [
+            np.where(level == own.num_nodes, shape.num_nodes, level) for level in map(np.asarray, self.levels)
+        ]
         levels = [
             np.pad(level, (0, width - len(level)), constant_values=shape.num_nodes)
             for level, width in zip([*own_levels, *[np.zeros(0, np.int64)] * extra], shape.widths)
@@ -264,20 +272,21 @@ def draw_picture(tree: TokenTree | Topology, labels: Sequence[str] | None = None
     """One unbatched tree as text, a node a line; labels default to tokens (or ranks, for a topology)."""
     parents, valid = np.asarray(tree.parents), np.asarray(tree.valid)
     if labels is None:
-        labels = [str(value) for value in np.asarray(tree.tokens if isinstance(tree, TokenTree) else tree.ranks)]
-        if isinstance(tree, Topology):
-            labels[0] = "root"
+        named = isinstance(tree, TokenTree)
+        labels = [str(value) for value in np.asarray(tree.tokens if named else tree.ranks)]
+        labels[0] = labels[0] if named else "root"
+    texts = labels
 
     def below(slot: int, indent: str) -> list[str]:
-        children = [child for child in np.flatnonzero(valid & (parents == slot)) if child != slot]
+        children = [int(child) for child in np.flatnonzero(valid & (parents == slot))]
         lines = []
         for place, child in enumerate(children):
             last = place == len(children) - 1
-            lines.append(f"{indent}{'└─' if last else '├─'} {labels[child]}")
+            lines.append(f"{indent}{'└─' if last else '├─'} {texts[child]}")
             lines += below(child, indent + ("   " if last else "│  "))
         return lines
 
-    return "\n".join([labels[0], *below(0, "")])
+    return "\n".join([texts[0], *below(0, "")])
 
 
 def _is_int(value: object) -> bool:

@@ -30,14 +30,12 @@ def ensemble(drafters: Sequence[Drafter]) -> Drafter:
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _functions(members):
     def init(params: tuple, tokens: jax.Array, lengths: jax.Array) -> tuple:
         return tuple(init(own, tokens, lengths) for (init, _, _), own in zip(members, params))
 
-    def propose(
-        params: tuple, keys: jax.Array, state: tuple, roots: jax.Array, warp: Warp
-    ) -> tuple[TokenTree, tuple]:
+    def propose(params: tuple, keys: jax.Array, state: tuple, roots: jax.Array, warp: Warp) -> tuple[TokenTree, tuple]:
         trees, states = [], []
         for source, ((_, propose, _), own, part) in enumerate(zip(members, params, state)):
             tree, part = propose(own, fold_in(keys, jnp.full(roots.shape, source)), part, roots, warp)
@@ -46,9 +44,7 @@ def _functions(members):
         return jax.vmap(merge)(trees), tuple(states)
 
     def commit(params: tuple, state: tuple, emission: Emission, hidden: jax.Array | None) -> tuple[PyTree, ...]:
-        return tuple(
-            commit(own, part, emission, hidden) for (_, _, commit), own, part in zip(members, params, state)
-        )
+        return tuple(commit(own, part, emission, hidden) for (_, _, commit), own, part in zip(members, params, state))
 
     return init, propose, commit
 
@@ -57,8 +53,8 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
     """The union of trees with one root (unbatched): two nodes are one iff their paths' tokens are equal.
 
     SpecInfer, Definition 3.2. The merged tree has room for every node, in depth-first order. Each source keeps its
-    draws, their order and multiplicity: at a merged node they stand one source after the other, which does not depend on
-    the tokens drawn. Where one source reached a node twice, the draws below its first copy count.
+    draws, their order and multiplicity: at a merged node they stand one source after the other, which does not depend
+    on the tokens drawn. Where one source reached a node twice, the draws below its first copy count.
     """
     trees = list(trees)
     join = lambda field: jnp.concatenate([getattr(tree, field) for tree in trees])

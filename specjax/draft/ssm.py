@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from specjax import prefill
 from specjax.laws import LAWS, Law
 from specjax.mask import ancestor_mask
-from specjax.sampling import Warp, fold_in
+from specjax.sampling import Warp
 from specjax.tree import TokenTree, Topology, TreeShape
 from specjax.types import Drafter, Emission, Model, PyTree, TreeMask
 
@@ -68,7 +68,7 @@ def ssm(model: Model, topology: Topology, law: str) -> Drafter:
 
 
 # Compiled code is reused when these functions are the same objects: hence one set per architecture, law and shape.
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _functions(forward, init_cache, law: Law, shape: TreeShape, max_positions: int):
     def init(params: SsmParams, tokens: jax.Array, lengths: jax.Array) -> SsmState:
         batch, capacity = tokens.shape

@@ -1,6 +1,7 @@
 """Verification by a walk down the tree: at each node a rule gives the law of the emitted token, and one is drawn."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -30,13 +31,13 @@ class _Walk(NamedTuple):
     num_accepted: jax.Array  # [B] int32
 
 
-@functools.lru_cache(maxsize=None)
-def traverse(rule: NodeRule, *, takes_laws: bool = False):
+@functools.cache
+def traverse(rule: Callable[..., jax.Array], *, takes_laws: bool = False) -> Callable[..., Acceptance]:
     """A verifier's function from a node rule (SpecInfer, Algorithm 2, for any rule).
 
-    From the root down: draw the emitted token from the rule's law, and go on at the child that carries it, until there is
-    none. It is a child that counts, however the rule came to the token: what was drafted below a child is independent
-    of that. Only rows of the target's logits that are walked over are warped. ``takes_laws`` is for a rule with a
+    From the root down: draw the emitted token from the rule's law, and go on at the child that carries it, until there
+    is none. It is a child that counts, however the rule came to the token: what was drafted below a child is
+    independent of that. Only rows of the target's logits that are walked over are warped. ``takes_laws`` is for a rule with a
     keyword ``laws``, the proposal law of each source.
     """
 
