@@ -1,4 +1,4 @@
-"""For tests, ours and third parties': tabular models, altered models, and references that share no code with the loop."""
+"""For tests, ours and third parties': tabular and altered models, and references that share no code with the loop."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,6 +10,8 @@ import numpy as np
 from specjax.cache import KVCache
 from specjax.sampling import Streams, Warp, sample_at
 from specjax.types import ForwardOut, Model, TreeMask
+
+GREEDY = Warp(0.0)
 
 
 def table_model(logits: np.ndarray | Sequence, *, max_positions: int = 1024, eos_ids: tuple[int, ...] = ()) -> Model:
@@ -91,7 +93,7 @@ def _altered(model: Model, alter: Callable[[jax.Array, jax.Array, jax.Array], ja
     return model._replace(forward=_altered_forward(model.forward, alter))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _altered_forward(forward, alter):
     def altered(params, tokens, positions, mask, cache, *, rows=None):
         out = forward(params, tokens, positions, mask, cache, rows=rows)
@@ -116,7 +118,7 @@ def _fresh(forward, init_cache, params, ids, positions, mask):
 
 
 def reference_text(
-    model: Model, prompt: Sequence[int], num_tokens: int, *, warp: Warp = Warp(0.0), seed: int = 0
+    model: Model, prompt: Sequence[int], num_tokens: int, *, warp: Warp = GREEDY, seed: int = 0
 ) -> list[int]:
     """The text of plain decoding, one whole pass per token: no cache, no tree, no loop of the library's."""
     tokens = list(prompt)
