@@ -130,13 +130,21 @@ def optimal(p: jax.Array, q: jax.Array, draws: Draws, *, laws: tuple[str, ...]) 
             "vocabularies; spectr or without_replacement come close on large ones."
         )
 
+    # The callback's thread does not share this thread's x64 setting, and a float64 would be cut to float32 on its way:
+    # so it travels as 32-bit words.
+    words_of = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint32)
+
     def host(*arguments: jax.Array) -> np.ndarray:
-        p, q, tokens, source, valid = (np.asarray(argument) for argument in arguments)
-        batch = p.shape[:-1]
-        emitted = np.empty(p.shape, p.dtype)
+        p_words, q_words, tokens, source, valid = (np.ascontiguousarray(argument) for argument in arguments)
+        batch = tokens.shape[:-1]
+        p = p_words.view(dtype).reshape(*batch, vocab_size)
+        q = q_words.view(dtype).reshape(*batch, len(laws), vocab_size)
+        emitted = np.empty(p.shape, dtype)
         for index in np.ndindex(*batch):
             emitted[index] = _emitted(laws, p[index], q[index], tokens[index], source[index], valid[index])
-        return emitted
+        return emitted.view(np.uint32).reshape(p_words.shape)
 
-    result = jax.ShapeDtypeStruct(p.shape, p.dtype)
-    return jnp.asarray(jax.pure_callback(host, result, p, q, *draws, vmap_method="broadcast_all"))
+    dtype, words = p.dtype, words_of(p)
+    result = jax.ShapeDtypeStruct(words.shape, words.dtype)
+    emitted = jax.pure_callback(host, result, words, words_of(q.astype(dtype)), *draws, vmap_method="broadcast_all")
+    return jax.lax.bitcast_convert_type(emitted, dtype)
