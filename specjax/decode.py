@@ -11,7 +11,7 @@ from jax import lax
 from specjax import prefill
 from specjax.mask import ancestor_mask
 from specjax.sampling import Streams, Warp, fold_in, sample_at
-from specjax.types import Emission, Forward, PyTree, TreeMask, VerifyKeys
+from specjax.types import Emission, Forward, PyTree, RoundKeys, TreeMask
 
 RUNNING, EOS, LENGTH = 0, 1, 2  # why a row stopped
 
@@ -105,9 +105,7 @@ def start(
     def sampled() -> jax.Array:
         return sample_at(streams.emit, lengths, warp(logits))
 
-    first = lax.cond(
-        jnp.any(warp.temperature > 0), sampled, lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    )
+    first = lax.cond(jnp.any(warp.temperature > 0), sampled, lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32))
     state = DecodeState(
         tokens=tokens,
         lengths=lengths,
@@ -135,7 +133,12 @@ def round(spec: Spec, params: Params, state: DecodeState) -> tuple[DecodeState, 
     """Draft a tree, score it in one pass of the target, verify it, commit the accepted path (SpecInfer, Figure 2)."""
     rows = jnp.arange(state.tokens.shape[0])
     roots = state.tokens[rows, state.lengths - 1]
-    keys = fold_in(state.streams.draft, state.lengths)
+    keys = RoundKeys(
+        draft=fold_in(state.streams.draft, state.lengths),
+        path=fold_in(state.streams.path, state.lengths),
+        emit=state.streams.emit,
+        positions=state.lengths,
+    )
     tree, drafter = spec.draft_propose(params.drafter, keys, state.drafter, roots, state.draft_warp)
 
     prefix = state.cache.lengths
@@ -144,8 +147,7 @@ def round(spec: Spec, params: Params, state: DecodeState) -> tuple[DecodeState, 
     mask = TreeMask(prefix, jax.vmap(ancestor_mask)(tree.parents))
     out = spec.forward(params.target, tree.tokens, positions, mask, state.cache)
 
-    verify_keys = VerifyKeys(fold_in(state.streams.path, state.lengths), state.streams.emit, state.lengths)
-    acceptance = spec.verify(verify_keys, tree, out.logits, state.warp)
+    acceptance = spec.verify(keys, tree, out.logits, state.warp)
 
     before = state.lengths
     state, emission = _emit(state, acceptance.tokens, acceptance.num_accepted + 1, acceptance.path)
@@ -180,9 +182,7 @@ def replace_row(state: DecodeState, row: int | jax.Array, other: DecodeState) ->
     return jax.tree.map(lambda mine, new: mine.at[row].set(new[0]), state, other)
 
 
-def _emit(
-    state: DecodeState, tokens: jax.Array, counts: jax.Array, path: jax.Array
-) -> tuple[DecodeState, Emission]:
+def _emit(state: DecodeState, tokens: jax.Array, counts: jax.Array, path: jax.Array) -> tuple[DecodeState, Emission]:
     """Append up to counts [B] of tokens [B, D + 1], cut behind the first stop token and at the row's budget."""
     width = tokens.shape[1]
     places = jnp.arange(width)

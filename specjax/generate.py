@@ -84,7 +84,8 @@ def generate(
         no tree, is incremental decoding.
       tree: an expansion schedule such as (3, 2, 1, 1), a ``Topology``, or a builder: a function of a model and the name
         of a proposal law that returns a ``Drafter``.
-      draft_mode: how an SSM proposes: "top_k", "iid" or "without_replacement".
+      draft_mode: how an SSM proposes: "top_k", "iid", "without_replacement", "top_k_plus_one", "hub" or
+        "shared_gumbel" (see ``specjax.laws``).
       draft_warp: the distribution SSMs draw from; None is the row's temperature (1 where that is 0), unfiltered.
       verifier: a name in ``specjax.verify.VERIFIERS``, or a ``Verifier``.
       warp: temperature, top-k and top-p of the text, one or one per prompt; None is greedy.

@@ -39,6 +39,7 @@ class Law(NamedTuple):
     sample: Callable[..., tuple[jax.Array, jax.Array]]
     enumerate: Callable[[Any, int], Outcomes]
     max_draws: int | None = None  # None: any number
+    shares_emission: bool = False  # key is the EMIT key of the position whose token the draws anticipate
 
 
 def law_key(laws: Sequence[str]) -> str:
@@ -243,6 +244,11 @@ LAWS: dict[str, Law] = {
         # token will be chosen by Gumbel-max, and both sides take ``gumbel_noise`` of it. The draws alone are draws
         # without replacement, which is what ``enumerate`` sums; but they are not independent of the emission, so a
         # rule whose law depends on them is biased, and only naive sampling is exact.
-        Law("shared_gumbel", functools.partial(_gumbel_top_k, "shared_gumbel"), _without_replacement_enumerate),
+        Law(
+            "shared_gumbel",
+            functools.partial(_gumbel_top_k, "shared_gumbel"),
+            _without_replacement_enumerate,
+            shares_emission=True,
+        ),
     )
 }

@@ -11,13 +11,14 @@ from specjax import decode
 from specjax.draft.ensemble import ensemble
 from specjax.draft.none import NO_DRAFT
 from specjax.draft.ssm import ssm
+from specjax.laws import LAWS
 from specjax.prefill import CHUNK
 from specjax.sampling import Warp, check_warp, stack_warps
 from specjax.tree import Topology
 from specjax.types import Drafter, Model, Verifier
 from specjax.verify import VERIFIERS, check_laws
 
-DRAFT_MODES = {"top_k": "deterministic", "iid": "iid", "without_replacement": "without_replacement"}  # to laws
+DRAFT_MODES = {"top_k": "deterministic", **{name: name for name in LAWS if name != "deterministic"}}  # to laws
 Builder = Callable[[Model, str], Drafter]  # a model and the name of a proposal law -> a drafter
 
 

@@ -40,7 +40,7 @@ def _table_cache(batch: int, capacity: int) -> KVCache:
 def context_model(
     seed: int, vocab_size: int, *, scale: float = 2.0, max_positions: int = 1024, eos_ids: tuple[int, ...] = ()
 ) -> Model:
-    """A model whose next-token logits depend on every token it sees and on where that token stands, in exact arithmetic.
+    """A model whose next-token logits depend on every token it sees and on where it stands, in exact arithmetic.
 
     The cache holds one whole number per row, drawn for its token and position; their sum over the visible rows chooses
     one of 1024 rows of random logits. So one wrong mask bit, position or committed row gives unrelated logits, equality

@@ -16,7 +16,9 @@ class TreeMask(NamedTuple):
     """
 
     prefix_lengths: jax.Array  # [B] int32, committed cache rows visible to every fed row
-    tree_mask: jax.Array  # [B, N, M] bool, row n attends uncommitted row m; the last N of the M columns are the fed rows
+    tree_mask: (
+        jax.Array
+    )  # [B, N, M] bool, row n attends uncommitted row m; the last N of the M columns are the fed rows
 
 
 class ForwardOut(NamedTuple):
@@ -113,11 +115,12 @@ class NodeRule(Protocol):
         ...
 
 
-class VerifyKeys(NamedTuple):
-    """Randomness of one verification."""
+class RoundKeys(NamedTuple):
+    """Randomness of one round of a batch."""
 
+    draft: jax.Array  # [B] keys, already folded with the sequence's length
     path: jax.Array  # [B] keys, already folded with the sequence's length
-    emit: jax.Array  # [B] keys of the EMIT stream, to be folded with the position of the token they emit
+    emit: jax.Array  # [B] keys, to be folded with the position of the token they emit
     positions: jax.Array  # [B] int32, position of the first token to be emitted
 
 
@@ -125,7 +128,7 @@ class Verifier(NamedTuple):
     """A verification method: a function over a batch, and the laws of draws it is exact for."""
 
     name: str
-    verify: Callable[..., Acceptance]  # (keys: VerifyKeys, tree, target_logits [B, N, V], warp) -> Acceptance
+    verify: Callable[..., Acceptance]  # (keys: RoundKeys, tree, target_logits [B, N, V], warp) -> Acceptance
     exact_for: frozenset[str] | None  # keys of proposal laws (see specjax.laws.law_key); None is every law
     lossy: bool = False
 
@@ -133,8 +136,8 @@ class Verifier(NamedTuple):
 class Drafter(NamedTuple):
     """A draft source as pure functions over a batch, with the data they work on.
 
-    ``init(params, tokens [B, T], lengths [B]) -> state`` reads right-padded prompts. ``propose(params, keys [B], state,
-    roots [B], warp) -> (TokenTree, state)`` drafts one tree per row; row i's tree depends on row i alone.
+    ``init(params, tokens [B, T], lengths [B]) -> state`` reads right-padded prompts. ``propose(params, keys, state, roots
+    [B], warp) -> (TokenTree, state)`` drafts one tree per row; row i's tree depends on row i alone.
     ``commit(params, state, emission, hidden) -> state`` learns which tokens were emitted; ``hidden`` is the target's
     [B, N, D] of the scored tree, or None. Every array of the state has a leading batch axis.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from specjax.mask import ancestor_mask, depth_first_positions
 from specjax.sampling import Warp, fold_in
 from specjax.tree import TokenTree
-from specjax.types import Drafter, Emission, PyTree
+from specjax.types import Drafter, Emission, PyTree, RoundKeys
 
 
 def ensemble(drafters: Sequence[Drafter]) -> Drafter:
@@ -35,10 +35,11 @@ def _functions(members):
     def init(params: tuple, tokens: jax.Array, lengths: jax.Array) -> tuple:
         return tuple(init(own, tokens, lengths) for (init, _, _), own in zip(members, params))
 
-    def propose(params: tuple, keys: jax.Array, state: tuple, roots: jax.Array, warp: Warp) -> tuple[TokenTree, tuple]:
+    def propose(params: tuple, keys: RoundKeys, state: tuple, roots: jax.Array, warp: Warp) -> tuple[TokenTree, tuple]:
         trees, states = [], []
         for source, ((_, propose, _), own, part) in enumerate(zip(members, params, state)):
-            tree, part = propose(own, fold_in(keys, jnp.full(roots.shape, source)), part, roots, warp)
+            own_keys = keys._replace(draft=fold_in(keys.draft, jnp.full(roots.shape, source)))
+            tree, part = propose(own, own_keys, part, roots, warp)
             trees.append(tree)
             states.append(part)
         return jax.vmap(merge)(trees), tuple(states)

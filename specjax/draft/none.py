@@ -4,14 +4,14 @@ import jax
 
 from specjax.sampling import Warp
 from specjax.tree import TokenTree, root_tree
-from specjax.types import Drafter, Emission
+from specjax.types import Drafter, Emission, RoundKeys
 
 
 def _init(params: None, tokens: jax.Array, lengths: jax.Array) -> None:
     del params, tokens, lengths
 
 
-def _propose(params: None, keys: jax.Array, state: None, roots: jax.Array, warp: Warp) -> tuple[TokenTree, None]:
+def _propose(params: None, keys: RoundKeys, state: None, roots: jax.Array, warp: Warp) -> tuple[TokenTree, None]:
     del params, keys, state, warp
     return root_tree(roots), None
 

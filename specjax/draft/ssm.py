@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from specjax import prefill
 from specjax.laws import LAWS, Law
 from specjax.mask import ancestor_mask
-from specjax.sampling import Warp
+from specjax.sampling import Warp, fold_in
 from specjax.tree import TokenTree, Topology, TreeShape
-from specjax.types import Drafter, Emission, Model, PyTree, TreeMask
+from specjax.types import Drafter, Emission, Model, PyTree, RoundKeys, TreeMask
 
 
 class SsmParams(NamedTuple):
@@ -76,7 +76,7 @@ def _functions(forward, init_cache, law: Law, shape: TreeShape, max_positions: i
         return SsmState(cache, jnp.zeros((batch, shape.depth + 1), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def propose(
-        params: SsmParams, keys: jax.Array, state: SsmState, roots: jax.Array, warp: Warp
+        params: SsmParams, keys: RoundKeys, state: SsmState, roots: jax.Array, warp: Warp
     ) -> tuple[TokenTree, SsmState]:
         logits, cache = prefill.extend(forward, params.model, state.cache, state.pending, state.counts)
         tree = _expand(forward, params, law, shape, max_positions, keys, cache, logits, roots, warp)
@@ -99,7 +99,11 @@ def _expand(forward, params, law, shape, max_positions, keys, cache, root_logits
         """q [B, W, V], draws [B, W, K] and their validity at one level, K being the tree's largest arity."""
         q = row_warp(logits)
         slots, arity = topology.levels[level], shape.arities[level]
-        node_keys = jax.vmap(lambda key: jax.vmap(lambda slot: jax.random.fold_in(key, slot))(slots))(keys)
+        if law.shares_emission:
+            level_keys = fold_in(keys.emit, keys.positions + level)
+            node_keys = jnp.broadcast_to(level_keys[:, None], (batch, len(slots)))
+        else:
+            node_keys = jax.vmap(lambda key: jax.vmap(lambda slot: jax.random.fold_in(key, slot))(slots))(keys.draft)
         counts = jnp.take(topology.num_draws, slots, mode="fill", fill_value=0)
         sample = jax.vmap(lambda key, q, count: law.sample(key, q, arity, count))
         tokens, valid = jax.vmap(sample, in_axes=(0, 0, None))(node_keys, q, counts)

@@ -10,7 +10,7 @@ from jax import lax
 
 from specjax.sampling import Warp, sample_at
 from specjax.tree import TokenTree
-from specjax.types import Acceptance, Draws, NodeRule, VerifyKeys
+from specjax.types import Acceptance, Draws, NodeRule, RoundKeys
 
 
 def node_law(rule: NodeRule, tree: TokenTree, logits: jax.Array, nodes: jax.Array, warp: Warp) -> jax.Array:
@@ -41,7 +41,7 @@ def traverse(rule: Callable[..., jax.Array], *, takes_laws: bool = False) -> Cal
     keyword ``laws``, the proposal law of each source.
     """
 
-    def verify(keys: VerifyKeys, tree: TokenTree, logits: jax.Array, warp: Warp) -> Acceptance:
+    def verify(keys: RoundKeys, tree: TokenTree, logits: jax.Array, warp: Warp) -> Acceptance:
         batch, width = logits.shape[0], tree.max_depth + 1
         rows = jnp.arange(batch)
         sampled = jnp.any(warp.temperature > 0)
