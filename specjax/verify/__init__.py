@@ -2,13 +2,26 @@
 
 from specjax.laws import law_key
 from specjax.types import Verifier
+from specjax.verify.paths import PATH_RULES, stop_at
 from specjax.verify.rules import RULES
+from specjax.verify.table import format_table, table
 from specjax.verify.traverse import traverse
+
+__all__ = [
+    "PATH_RULES",
+    "RULES",
+    "VERIFIERS",
+    "check_laws",
+    "format_table",
+    "stop_at",
+    "table",
+    "traverse",
+]
 
 VERIFIERS = {
     name: Verifier(name, traverse(rule.rule, takes_laws=rule.takes_laws), rule.exact_for)
     for name, rule in RULES.items()
-}
+} | {name: Verifier(name, stop_at(rule.rule), rule.exact_for, rule.lossy) for name, rule in PATH_RULES.items()}
 
 
 def check_laws(verifier: Verifier, laws: tuple[str, ...]) -> None:
