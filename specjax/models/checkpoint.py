@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -20,7 +20,7 @@ from specjax.models.decoder import abstract_decoder, make_model
 from specjax.types import Model, PyTree
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -73,8 +73,8 @@ def _weight_map(directory: Path) -> tuple[list[str], dict[str, str]]:
     pickled = sorted(path.name for path in directory.glob("*.bin"))
     if pickled:
         raise ValueError(
-            f"{directory} holds its weights only as PyTorch pickles ({', '.join(pickled)}), which are not read. Convert "
-            "them with transformers: AutoModelForCausalLM.from_pretrained(PATH).save_pretrained(PATH, "
+            f"{directory} holds its weights only as PyTorch pickles ({', '.join(pickled)}), which are not read. "
+            "Convert them with transformers: AutoModelForCausalLM.from_pretrained(PATH).save_pretrained(PATH, "
             "safe_serialization=True)"
         )
     raise FileNotFoundError(f"{directory}: no weights; expected {_WEIGHTS} or {_INDEX} with its shards")
@@ -103,7 +103,7 @@ def _check_tensors(
     config: DecoderConfig, readers: dict[str, Any], weight_map: dict[str, str], expected: dict[str, tuple[int, ...]]
 ) -> tuple[dict[str, str], list[str]]:
     """Which file each tensor is in, and every mismatch between the files and the architecture."""
-    home = {tensor: name for name, reader in readers.items() for tensor in reader.keys()}
+    home = {tensor: name for name, reader in readers.items() for tensor in reader.keys()}  # noqa: SIM118  no dict
     problems = [
         f"{tensor}: the index says it is in {name}, and it is not"
         for tensor, name in weight_map.items()
