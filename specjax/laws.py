@@ -228,7 +228,7 @@ LAWS: dict[str, Law] = {
         Law("deterministic", _top_k_sample, _top_k_enumerate),
         # k independent draws; repeats are kept, since rules for this law count them.
         Law("iid", _iid_sample, _iid_enumerate),
-        # Gumbel-top-k, in drawing order (Kool et al. 2019, "Stochastic beams and where to find them", section 2).
+        # Gumbel-top-k, in drawing order (Kool et al. 2019, "Stochastic beams and where to find them").
         Law(
             "without_replacement",
             functools.partial(_gumbel_top_k, "without_replacement"),
@@ -238,7 +238,7 @@ LAWS: dict[str, Law] = {
         # multi-draft speculative decoding").
         Law("top_k_plus_one", _top_k_plus_one_sample, _top_k_plus_one_enumerate),
         # With a = argmax q: (x, a) with probability q(x), (a, x) with q(a) q(x) / (1 - q(a)) (Sun et al. 2024,
-        # "SpecHub", section 4). Each draw alone, taken first, has law q.
+        # "SpecHub"). Each draw alone, taken first, has law q.
         Law("hub", _hub_sample, _hub_enumerate, max_draws=2),
         # Gumbel-top-k with the noise of the token it anticipates: ``key`` must be the key with which that position's
         # token will be chosen by Gumbel-max, and both sides take ``gumbel_noise`` of it. The draws alone are draws

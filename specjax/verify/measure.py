@@ -56,20 +56,21 @@ def for_laws(rule: NodeRule | str, laws: Sequence[str]) -> NodeRule:
     return rule
 
 
-def average(rule: NodeRule, p: jax.Array, q: jax.Array, source: jax.Array, outcomes: Outcomes) -> Expectation:
-    """Sum a rule over the outcomes of one node: p [V], q [S, V], source [K]."""
-
-    def one(tokens: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-        emitted = rule(p, q, Draws(tokens, source, valid))
-        drawn = (valid[:, None] & (tokens[:, None] == jnp.arange(p.shape[0]))).any(0)
-        return emitted, jnp.where(drawn, emitted, 0).sum()
-
-    emitted, accepted = jax.vmap(one)(outcomes.tokens, outcomes.valid)
-    return Expectation(outcomes.probs @ emitted, outcomes.probs @ accepted)
+def laws_given(rule: NodeRule, p: jax.Array, q: jax.Array, source: jax.Array, outcomes: Outcomes) -> jax.Array:
+    """[M, V] the emitted token's law given each outcome at one node: p [V], q [S, V], source [K]."""
+    one = lambda tokens, valid: rule(p, q, Draws(tokens, jnp.asarray(source), valid))
+    return jax.vmap(one)(jnp.asarray(outcomes.tokens), jnp.asarray(outcomes.valid))
 
 
-def average_coupled(rule: NodeRule, p: jax.Array, q: jax.Array) -> Expectation:
-    """A rule for one draw whose Gumbel noise is also the emission's, q [1, V].
+def average(laws: jax.Array, outcomes: Outcomes) -> Expectation:
+    """Average the laws [M, V] given each outcome."""
+    at = jnp.asarray(outcomes.tokens)[:, :, None] == jnp.arange(laws.shape[-1])
+    drawn = (jnp.asarray(outcomes.valid)[:, :, None] & at).any(1)
+    return Expectation(outcomes.probs @ laws, outcomes.probs @ jnp.where(drawn, laws, 0).sum(1))
+
+
+def average_coupled(q: jax.Array, laws: jax.Array) -> Expectation:
+    """A rule averaged over one draw from q [V] whose Gumbel noise is also the emission's; laws [V drawn, V emitted].
 
     In exponential races: with independent E_i of rate 1, the draw is x = argmin E_i / q_i and the emitted token
     argmin E_i / e_i with e the rule's law given x. With A(r) = sum over i of max(r q_i, e_i) and b_i = e_i / q_i,
@@ -78,25 +79,21 @@ def average_coupled(rule: NodeRule, p: jax.Array, q: jax.Array) -> Expectation:
 
     and A is linear between the b_i, where the integral from r to s is (s - r) / (A(r) A(s)).
     """
-    law = q[0]
-    tokens = jnp.arange(law.shape[0])
-    zero = jnp.zeros((1,), jnp.int32)
-    laws = jax.vmap(lambda x: rule(p, q, Draws(x[None], zero, (law[x] > 0)[None])))(tokens)  # [V drawn, V emitted]
+    tokens, drawable = jnp.arange(q.shape[0]), q > 0
 
     def given(x: jax.Array, emitted: jax.Array) -> jax.Array:
-        drawable = law > 0
-        at = jnp.where(drawable, emitted / jnp.where(drawable, law, 1), jnp.inf)
+        at = jnp.where(drawable, emitted / jnp.where(drawable, q, 1), jnp.inf)
         knots = jnp.sort(at)
         finite = jnp.where(knots < jnp.inf, knots, 0)
-        height = jnp.maximum(finite[:, None] * law, emitted).sum(1)  # A at each finite knot
+        height = jnp.maximum(finite[:, None] * q, emitted).sum(1)  # A at each finite knot
         # Beyond the last finite knot A grows with slope sum(q), so the rest of the integral is 1 / (sum(q) A).
         last = knots[1:] == jnp.inf
-        piece = jnp.where(last, 1 / (law.sum() * height[:-1]), (finite[1:] - finite[:-1]) / (height[:-1] * height[1:]))
+        piece = jnp.where(last, 1 / (q.sum() * height[:-1]), (finite[1:] - finite[:-1]) / (height[:-1] * height[1:]))
         piece = jnp.where(knots[:-1] < jnp.inf, piece, 0)
         inside = (knots[:-1] >= at[x]) & (knots[:-1] < at[:, None])  # [V, V - 1] pieces between b_x and b_y
-        other = law[x] * emitted * jnp.where(inside, piece, 0).sum(1)
+        other = q[x] * emitted * jnp.where(inside, piece, 0).sum(1)
         here = jnp.where(drawable[x], at[x], 0)
-        same = emitted[x] / jnp.maximum(here * law, emitted).sum()
+        same = emitted[x] / jnp.maximum(here * q, emitted).sum()
         return jnp.where(drawable[x], jnp.where(tokens == x, same, other), 0)
 
     joint = jax.vmap(given)(tokens, laws)
@@ -137,7 +134,7 @@ def subsets(vocab_size: int) -> np.ndarray:
 def bound(p: jax.Array, outcomes: Outcomes) -> jax.Array:
     """The most any exact rule can accept: 1 + min over sets H of p(H) - Pr(all draws in H), p [V].
 
-    SpecTr (Sun et al. 2023), section 3, by the duality of maximum flow and minimum cut; all 2^V sets are tried.
+    SpecTr (Sun et al. 2023), by the duality of maximum flow and minimum cut; all 2^V sets are tried.
     """
     sets = subsets(p.shape[0])
     inside = (jnp.asarray(sets)[:, outcomes.tokens] | ~outcomes.valid).all(-1)  # [2^V, M]

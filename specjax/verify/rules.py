@@ -109,9 +109,9 @@ def multi_step(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
 def without_replacement(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
     """MSS in which a refused token leaves q as well as p, and repeats are skipped.
 
-    Sequoia (Chen et al. 2024), section 3.2, Algorithm 2, and recursive rejection sampling (Jeon et al. 2024), section
-    3.2. Exact for draws without replacement verified in drawing order; also for i.i.d. draws, since a draw that is
-    not a repeat has the law q restricted to the unseen, and for several sources of either. Cost: O(V) per draw.
+    Sequoia's verification (Chen et al. 2024) and the recursive rejection sampling of RSD (Jeon et al. 2024). Exact for
+    draws without replacement verified in drawing order; also for i.i.d. draws, since a draw that is not a repeat has
+    the law q restricted to the unseen, and for several sources of either. Cost: O(V) per draw.
     """
 
     def step(carry: tuple[jax.Array, jax.Array, jax.Array], draw: tuple[jax.Array, jax.Array, jax.Array]):
@@ -172,8 +172,8 @@ def _k_seq_scale(p: jax.Array, q: jax.Array, count: jax.Array, most: int) -> jax
 def spectr(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
     """K-SEQ: every draw is tested against the same p / (rho q), with rho chosen so that the residual is just positive.
 
-    SpecTr (Sun et al. 2023), section 5, Algorithm 3. Exact for i.i.d. draws from one source, their number known before
-    they are drawn. Cost: O(V) per halving of rho's bracket (27 in float32, 56 in float64).
+    SpecTr (Sun et al. 2023), the k-sequential selection algorithm. Exact for i.i.d. draws from one source, their number
+    known before they are drawn. Cost: O(V) per halving of rho's bracket (27 in float32, 56 in float64).
     """
     most = draws.tokens.shape[0]
     usable = _usable(q, draws)
@@ -212,8 +212,9 @@ def top_k_plus_one(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
 def hub(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
     """SpecHub: of a pair that always holds a = argmax q, the other token is served first and a takes what is left.
 
-    SpecHub (Sun et al. 2024), section 4, Algorithm 1. Exact for the hub law's pairs, and for a single draw from q.
-    Cost: O(V).
+    SpecHub (Sun et al. 2024, "Provable acceleration to multi-draft speculative decoding"). Exact for the hub law's
+    pairs and a single draw from q; also for draws without replacement, since it looks at the second draw only where the
+    first is a, and there the two laws agree. Cost: O(V).
     """
     usable = _usable(q, draws)
     slots = jnp.arange(usable.shape[0])
@@ -242,8 +243,8 @@ def hub(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
 def khisti(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
     """Keep the draw with the largest p / q, whose exact law is r, and test it against r as a single draw.
 
-    The two-step form of Khisti et al. 2025, "Multi-draft speculative sampling: canonical decomposition and theoretical
-    limits", section 3, with fixed weights where the paper solves a linear program: any way of keeping a draw is exact,
+    The two-step decomposition of Khisti et al. 2025, "Multi-draft speculative sampling: canonical decomposition and
+    theoretical limits", with fixed weights where the paper solves a linear program: any way of keeping a draw is exact,
     weights only optimise. Exact for i.i.d. draws from one source, their number known before they are drawn. Cost: one
     sort of the vocabulary.
     """
@@ -291,7 +292,7 @@ RULES: dict[str, Rule] = {
         Rule("without_replacement", without_replacement, _sources("iid", "without_replacement")),
         Rule("spectr", spectr, frozenset({"iid"})),
         Rule("top_k_plus_one", top_k_plus_one, frozenset({"top_k_plus_one", "without_replacement"})),
-        Rule("hub", hub, frozenset({"hub"})),
+        Rule("hub", hub, frozenset({"hub", "without_replacement"})),
         Rule("khisti", khisti, frozenset({"iid"})),
         Rule(
             "optimal",

@@ -92,21 +92,24 @@ def _plan(p: bytes, q: bytes, laws: tuple[str, ...], counts: tuple[int, ...]) ->
     return {mask: sent / sets[mask] + max(0.0, 1 - sent.sum() / sets[mask]) * left for mask, sent in flow.items()}
 
 
-def _emitted(laws: tuple[str, ...], p: np.ndarray, q: np.ndarray, tokens: np.ndarray, source, valid) -> np.ndarray:
-    """Host side, one node: the emitted law in float64."""
-    target = np.asarray(p, np.float64) / np.asarray(p, np.float64).sum()
-    drafts = np.asarray(q, np.float64)
-    drafts = drafts / np.maximum(drafts.sum(-1, keepdims=True), np.finfo(np.float64).tiny)
-    valid = valid & (drafts[source, tokens] > 0)
-    counts = tuple(np.bincount(source[valid], minlength=len(laws)).tolist())
-    drawn = int(np.bitwise_or.reduce(1 << tokens[valid].astype(np.int64), initial=0))
-    return _plan(target.tobytes(), drafts.tobytes(), laws, counts).get(drawn, target)
+def _emitted(laws: tuple[str, ...], p: np.ndarray, q: np.ndarray, draws: Draws) -> np.ndarray:
+    """Host side: the emitted laws [n, V] in float64 for p [n, V], q [n, S, V] and draws [n, K]."""
+    p, q = p.astype(np.float64), q.astype(np.float64)
+    p /= p.sum(-1, keepdims=True)
+    q /= np.maximum(q.sum(-1, keepdims=True), np.finfo(np.float64).tiny)
+    rows = np.arange(len(p))[:, None]
+    usable = draws.valid & (q[rows, draws.source, draws.tokens] > 0)
+    drawn = np.bitwise_or.reduce(np.where(usable, 1 << draws.tokens.astype(np.int64), 0), axis=1)
+    counts = (usable[:, :, None] & (draws.source[:, :, None] == np.arange(len(laws)))).sum(1)
+    nodes = zip(p, q, counts.tolist(), drawn.tolist(), strict=True)
+    plans = (_plan(p.tobytes(), q.tobytes(), laws, tuple(counts)).get(drawn, p) for p, q, counts, drawn in nodes)
+    return np.stack(list(plans))
 
 
 def optimal(p: jax.Array, q: jax.Array, draws: Draws, *, laws: tuple[str, ...]) -> jax.Array:
     """The rule that emits a drawn token as often as any exact rule can, for a vocabulary of a few tokens.
 
-    The optimal transport of SpecTr (Sun et al. 2023), section 3, in the form of a maximum flow from drawn sets (with
+    The optimal transport of SpecTr (Sun et al. 2023), in the form of a maximum flow from drawn sets (with
     their probability) to their tokens y (at most p(y)); what no set filled is the residual. Exact for every law that
     can be enumerated. Cost: a callback to the host and a sum over all draws, V^K of them, once per (p, q) and number of
     draws. Not differentiable: ``specjax.exact.optimal_acceptance`` is.
@@ -137,12 +140,10 @@ def optimal(p: jax.Array, q: jax.Array, draws: Draws, *, laws: tuple[str, ...]) 
     def host(*arguments: jax.Array) -> np.ndarray:
         p_words, q_words, tokens, source, valid = (np.ascontiguousarray(argument) for argument in arguments)
         batch = tokens.shape[:-1]
-        p = p_words.view(dtype).reshape(*batch, vocab_size)
-        q = q_words.view(dtype).reshape(*batch, len(laws), vocab_size)
-        emitted = np.empty(p.shape, dtype)
-        for index in np.ndindex(*batch):
-            emitted[index] = _emitted(laws, p[index], q[index], tokens[index], source[index], valid[index])
-        return emitted.view(np.uint32).reshape(p_words.shape)
+        draws = Draws(*(field.reshape(-1, most) for field in (tokens, source, valid)))
+        p, q = p_words.view(dtype).reshape(-1, vocab_size), q_words.view(dtype).reshape(-1, len(laws), vocab_size)
+        emitted = _emitted(laws, p, q, draws).astype(dtype)
+        return emitted.view(np.uint32).reshape(*batch, *words.shape)
 
     dtype, words = p.dtype, words_of(p)
     result = jax.ShapeDtypeStruct(words.shape, words.dtype)
