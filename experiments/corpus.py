@@ -26,7 +26,7 @@ class Corpus:
     slices: tuple[np.ndarray, ...]  # uint16 training tokens, one array per slice of the files
     held_out: np.ndarray  # uint16, files no model is trained on
     eos_id: int
-    characters: int  # in the training files
+    digest: str  # of the files' names and contents
 
 
 def _digest(text: str) -> int:
@@ -111,7 +111,6 @@ def load(folder: Path, *, vocab_size: int, slices: int, root: Path | None = None
             "eos_id": eos_id,
             "python": sys.version.split()[0],
             "files": len(files),
-            "characters": sum(map(len, training.values())),
         }
         unfinished = record.with_suffix(".new")
         unfinished.write_text(json.dumps(made, indent=2) + "\n")
@@ -121,5 +120,5 @@ def load(folder: Path, *, vocab_size: int, slices: int, root: Path | None = None
         slices=tuple(np.load(folder / f"slice_{i}.npy") for i in range(slices)),
         held_out=np.load(folder / "held_out.npy"),
         eos_id=made["eos_id"],
-        characters=made["characters"],
+        digest=content,
     )

@@ -4,33 +4,37 @@ import argparse
 import dataclasses
 import functools
 import json
+import pathlib
+import sys
 import time
-from pathlib import Path
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.figure
 import numpy as np
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+import rich.console
+import rich.progress
+import rich.table
 
 from experiments import config as configs
 from experiments import corpus as corpora
-from specjax.models import DecoderConfig, init_model
+from specjax.models import DecoderConfig, init_model, load_model, save_model
 from specjax.train import (
     causal_logits,
     init_train_state,
     make_optimizer,
     make_train_step,
     next_token_loss,
+    ranks_of_choice,
     restore_latest,
     save_checkpoint,
 )
 from specjax.types import Model, PyTree
 
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402  the backend is chosen first, since there may be no display
+_SHARD_BYTES = 19_000_000  # what many hosts of repositories take without large-file storage
+_TOP = 5  # agreement is reported for the draft's 1..5 most likely tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,7 @@ class ModelRun:
     warmup_steps: int = configs.setting(low=0)
     weight_decay: float = configs.setting(0.1, low=0)
     clip_norm: float = configs.setting(1.0, low=0)
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of forward and backward; weights are float32
+    product_dtype: Literal["float32", "bfloat16"] = "float32"  # matrices are multiplied in it; all else is float32
     teacher: str | None = None  # an earlier model whose probabilities this one is trained to imitate
     teacher_weight: float = configs.setting(0.0, low=0, high=1)  # the imitation's share of the loss
 
@@ -62,32 +66,45 @@ class ModelRun:
 
 @dataclasses.dataclass(frozen=True)
 class Zoo:
-    """A family of models with one tokenizer."""
+    """A family of models with one tokenizer; the first is the target that the others draft for."""
 
     out: str  # folder of the finished models
     work: str  # folder of the corpus, the checkpoints and the report
+    models: dict[str, ModelRun]  # trained in this order
     vocab_size: int = configs.setting(low=257)
     max_positions: int = configs.setting(low=1)
     slices: int = configs.setting(low=1)  # the training files are dealt into so many
-    models: dict[str, ModelRun] = dataclasses.field(default_factory=dict)  # trained in this order
     seed: int = 0
-    held_out_windows: int = configs.setting(64, low=1)  # sequences of held-out text a loss is measured on
+    held_out_windows: int = configs.setting(64, low=1)  # sequences of held-out text that losses are measured on
     evaluate_every: int = configs.setting(100, low=1)  # steps
-    save_every_seconds: float = configs.setting(120.0, low=0)
+    save_every: float = configs.setting(120.0, low=0)  # seconds
 
+    def __post_init__(self):
+        names = list(self.models)
+        if not names:
+            raise ValueError("models: expected at least one table [models.NAME]")
+        for name, run in self.models.items():
+            if not run.slices or max(run.slices) >= self.slices:
+                raise ValueError(f"models.{name}.slices: expected some of 0..{self.slices - 1}, got {run.slices}")
+            if run.length > self.max_positions:
+                raise ValueError(f"models.{name}.length: expected at most max_positions={self.max_positions}")
+            if run.teacher is not None and run.teacher not in names[: names.index(name)]:
+                raise ValueError(f"models.{name}.teacher: expected a model trained before it, got {run.teacher!r}")
 
-def decoder_config(zoo: Zoo, run: ModelRun) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=zoo.vocab_size,
-        hidden_size=run.hidden_size,
-        intermediate_size=run.intermediate_size,
-        num_layers=run.num_layers,
-        num_heads=run.num_heads,
-        num_kv_heads=run.num_kv_heads,
-        head_dim=run.head_dim,
-        max_positions=zoo.max_positions,
-        tied_head=True,
-    )
+    def decoder(self, name: str) -> DecoderConfig:
+        """The architecture of one of the models."""
+        run = self.models[name]
+        return DecoderConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=run.hidden_size,
+            intermediate_size=run.intermediate_size,
+            num_layers=run.num_layers,
+            num_heads=run.num_heads,
+            num_kv_heads=run.num_kv_heads,
+            head_dim=run.head_dim,
+            max_positions=self.max_positions,
+            tied_head=True,
+        )
 
 
 @functools.lru_cache(maxsize=2)
@@ -114,32 +131,70 @@ def batch_at(tokens: np.ndarray, step: int, *, batch: int, length: int, seed: in
 
 def held_out_batches(tokens: np.ndarray, *, windows: int, length: int, batch: int = 8) -> list[np.ndarray]:
     """Evenly spread windows [<= batch, length + 1] of the held-out text."""
+    if len(tokens) <= length:
+        raise ValueError(f"{len(tokens)} held-out tokens are too few for sequences of {length} tokens")
     starts = np.linspace(0, len(tokens) - length - 1, windows).astype(int)
     rows = np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int32)
     return [rows[i : i + batch] for i in range(0, windows, batch)]
 
 
-def held_out_loss(model: Model, params: PyTree, batches: list[np.ndarray]) -> float:
+def held_out_loss(model: Model, params: PyTree, batches: Sequence[np.ndarray]) -> float:
     """Nats per token over the held-out windows."""
-    losses = [float(_window_loss(model.forward, model.init_cache, params, batch)) * len(batch) for batch in batches]
+    losses = [float(_batch_loss(model.forward, model.init_cache, params, batch)) * len(batch) for batch in batches]
     return sum(losses) / sum(map(len, batches))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _window_loss(forward, init_cache, params: PyTree, tokens: jax.Array) -> jax.Array:
-    model = Model(forward, params, init_cache, 0, 0)
-    return next_token_loss(causal_logits(model, params, tokens[:, :-1]), tokens[:, 1:])
+def _batch_loss(forward: Callable, init_cache: Callable, params: PyTree, tokens: jax.Array) -> jax.Array:
+    logits = causal_logits(Model(forward, params, init_cache, 0, 0), params, tokens[:, :-1])
+    return next_token_loss(logits, tokens[:, 1:])
 
 
-def train_one(zoo: Zoo, name: str, corpus: corpora.Corpus, teacher: Model | None, console: Console) -> PyTree:
-    """Train (or go on training) one model and return its parameters."""
+def agreement(target: Model, drafts: dict[str, Model], batches: Sequence[np.ndarray]) -> dict[str, list[float]]:
+    """Per draft, and for all of them together, how often its k most likely tokens hold the target's, k = 1..5."""
+
+    @jax.jit
+    def ranks(params: dict[str, PyTree], tokens: jax.Array) -> dict[str, jax.Array]:
+        chosen = causal_logits(target, params["target"], tokens)
+        return {
+            name: ranks_of_choice(chosen, causal_logits(draft, params["drafts"][name], tokens))
+            for name, draft in drafts.items()
+        }
+
+    params = {"target": target.params, "drafts": {name: draft.params for name, draft in drafts.items()}}
+    found = [ranks(params, batch[:, :-1]) for batch in batches]
+    by_draft = {name: np.concatenate([np.ravel(part[name]) for part in found]) for name in drafts}
+    by_draft["union"] = np.min(np.stack(list(by_draft.values())), axis=0)
+    return {name: [float((rank < k).mean()) for k in range(1, _TOP + 1)] for name, rank in by_draft.items()}
+
+
+def _check_unchanged(folder: pathlib.Path, settings: dict[str, Any]) -> None:
+    """Refuse to go on from checkpoints that were made with other settings."""
+    record = folder / "settings.json"
+    if not record.exists():
+        record.write_text(json.dumps(settings, indent=2) + "\n")
+        return
+    made = json.loads(record.read_text())
+    changed = sorted(key for key in made.keys() | settings.keys() if made.get(key) != settings.get(key))
+    if changed:
+        raise ValueError(
+            f"{folder} holds checkpoints made with other settings ({', '.join(changed)}). Give those settings again, "
+            "another work folder, or delete this one to start from nothing."
+        )
+
+
+def train_one(zoo: Zoo, name: str, corpus: corpora.Corpus, console: rich.console.Console) -> PyTree:
+    """Train one model, or go on training it, and return its parameters.
+
+    Raises:
+      ValueError: the work folder holds checkpoints made with other settings, or the text is too short.
+    """
     run = zoo.models[name]
     folder = configs.resolve(zoo.work) / name
     folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "log.jsonl"
+    _check_unchanged(folder, {**configs.to_dict(run), "seed": zoo.seed, "corpus": corpus.digest})
 
-    model = init_model(decoder_config(zoo, run), jax.random.key(zoo.seed), dtype=run.compute_dtype)
-    params = init_model(decoder_config(zoo, run), jax.random.key(zoo.seed)).params
+    model = init_model(zoo.decoder(name), jax.random.key(zoo.seed))
     optimizer = make_optimizer(
         learning_rate=run.learning_rate,
         warmup_steps=run.warmup_steps,
@@ -147,71 +202,149 @@ def train_one(zoo: Zoo, name: str, corpus: corpora.Corpus, teacher: Model | None
         weight_decay=run.weight_decay,
         clip_norm=run.clip_norm,
     )
-    state = init_train_state(params, optimizer)
+    state = init_train_state(model.params, optimizer)
     state = restore_latest(folder, state) or state
     step = make_train_step(
-        model, optimizer, compute_dtype=run.compute_dtype, teacher=teacher, teacher_weight=run.teacher_weight
+        model,
+        optimizer,
+        product_dtype=run.product_dtype,
+        teacher=None if run.teacher is None else load_model(configs.resolve(zoo.out) / run.teacher),
+        teacher_weight=run.teacher_weight,
     )
-    evaluated = init_model(decoder_config(zoo, run), jax.random.key(zoo.seed))
+    text = np.concatenate([corpus.slices[i] for i in run.slices])
+    held_out = held_out_batches(corpus.held_out, windows=zoo.held_out_windows, length=run.length)
 
-    tokens = np.concatenate([corpus.slices[i] for i in run.slices])
-    batches = held_out_batches(corpus.held_out, windows=zoo.held_out_windows, length=run.length)
-    records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    records = [record for record in records if record["step"] <= int(state.step)]
-    seconds_before = records[-1]["seconds"] if records else 0.0
+    log = folder / "log.jsonl"
+    done = int(state.step)
+    records = [record for record in read_log(log) if record["step"] <= done]
     log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    seconds_before = records[-1]["seconds"] if records else 0.0
 
     start = saved = time.monotonic()
-    progress = Progress(
-        TextColumn("{task.description}"),
-        *Progress.get_default_columns()[1:2],
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
+    losses: list[jax.Array] = []
+    columns = (
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.TimeRemainingColumn(),
     )
-    with progress, log.open("a") as lines:
-        task = progress.add_task(name, total=run.steps, completed=int(state.step))
-        losses = []
-        for index in range(int(state.step), run.steps):
-            text = batch_at(tokens, index, batch=run.batch, length=run.length, seed=zoo.seed)
-            state, loss = step(state, text)
+    with rich.progress.Progress(*columns, console=console) as progress, log.open("a") as lines:
+        task = progress.add_task(name, total=run.steps, completed=done)
+        while done < run.steps:
+            state, loss = step(state, batch_at(text, done, batch=run.batch, length=run.length, seed=zoo.seed))
             losses.append(loss)
+            done += 1
             progress.advance(task)
-            done = index + 1
             if done % zoo.evaluate_every == 0 or done == run.steps:
                 record = {
                     "step": done,
-                    "loss": float(jnp.mean(jnp.stack(losses))),
-                    "held_out": held_out_loss(evaluated, state.params, batches),
-                    "seconds": seconds_before + time.monotonic() - start,
                     "tokens": done * run.batch * run.length,
+                    "loss": float(jnp.mean(jnp.stack(losses))),
+                    "held_out": held_out_loss(model, state.params, held_out),
+                    "seconds": seconds_before + time.monotonic() - start,
                 }
                 losses = []
                 lines.write(json.dumps(record) + "\n")
                 lines.flush()
                 console.print(
-                    f"{name} {done}/{run.steps} loss {record['loss']:.3f} held out {record['held_out']:.3f} "
-                    f"after {record['seconds']:.0f} s"
+                    f"{name} step {done} of {run.steps}: loss {record['loss']:.3f}, held out {record['held_out']:.3f}, "
+                    f"{record['tokens'] / 1e6:.1f} M tokens, {record['seconds'] / 60:.1f} minutes"
                 )
-            if time.monotonic() - saved > zoo.save_every_seconds or done == run.steps:
+            if done == run.steps or time.monotonic() - saved > zoo.save_every:
                 save_checkpoint(folder, state)
                 saved = time.monotonic()
     return state.params
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the models of a zoo; a killed run goes on where it was.")
-    parser.add_argument("config")
+def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The evaluations of a run so far; a line cut off by a kill is left out."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def plot_losses(logs: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
+    """Loss over tokens read, training thin and held-out thick."""
+    figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xscale="log", xlabel="tokens read", ylabel="loss (nats per token)")
+    for number, (name, records) in enumerate(logs.items()):
+        tokens = [record["tokens"] for record in records]
+        axes.plot(tokens, [record["loss"] for record in records], color=f"C{number}", linewidth=0.7, alpha=0.6)
+        axes.plot(tokens, [record["held_out"] for record in records], color=f"C{number}", linewidth=2, label=name)
+    axes.legend(title="held out (thin: training)")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def report(zoo: Zoo, corpus: corpora.Corpus, console: rich.console.Console) -> dict[str, Any]:
+    """Measure the finished models as they are stored, print the tables and write report.json and losses.png."""
+    work = configs.resolve(zoo.work)
+    logs = {name: read_log(work / name / "log.jsonl") for name in zoo.models}
+    models = {name: load_model(configs.resolve(zoo.out) / name) for name in zoo.models}
+    length = max(run.length for run in zoo.models.values())
+    batches = held_out_batches(corpus.held_out, windows=zoo.held_out_windows, length=length)
+    target, *drafts = zoo.models
+    result: dict[str, Any] = {
+        "models": {
+            name: {
+                "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
+                "held_out_loss": held_out_loss(model, model.params, batches),
+                "tokens": logs[name][-1]["tokens"],
+                "seconds": logs[name][-1]["seconds"],
+            }
+            for name, model in models.items()
+        },
+        "agreement": agreement(models[target], {name: models[name] for name in drafts}, batches) if drafts else {},
+    }
+    (work / "report.json").write_text(json.dumps(result, indent=2) + "\n")
+    plot_losses(logs, work / "losses.png")
+
+    table = rich.table.Table("model", "parameters", "held-out loss", "tokens", "minutes", title="Training")
+    for name, row in result["models"].items():
+        table.add_row(
+            name,
+            f"{row['parameters'] / 1e6:.2f} M",
+            f"{row['held_out_loss']:.3f}",
+            f"{row['tokens'] / 1e6:.1f} M",
+            f"{row['seconds'] / 60:.1f}",
+        )
+    console.print(table)
+    table = rich.table.Table("draft", *(f"k={k}" for k in range(1, _TOP + 1)), title=f"Top-k holds {target}'s choice")
+    for name, shares in result["agreement"].items():
+        table.add_row(name, *(f"{share:.3f}" for share in shares))
+    console.print(table)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train what the config names and is not finished, export it, and report once all of it is there."""
+    parser = argparse.ArgumentParser(description="Train a family of small models; a killed run goes on where it was.")
+    parser.add_argument("config", help="a TOML file such as configs/zoo.toml")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=value", dest="overrides")
-    parser.add_argument("--only", metavar="NAME")
-    arguments = parser.parse_args()
-    zoo = configs.load(Zoo, arguments.config, arguments.overrides)
-    console = Console()
-    corpus = corpora.load(configs.resolve(zoo.work) / "corpus", vocab_size=zoo.vocab_size, slices=zoo.slices)
-    for name in zoo.models:
-        if arguments.only in (None, name):
-            train_one(zoo, name, corpus, None, console)
+    parser.add_argument("--only", metavar="NAME", help="train this one of the models")
+    options = parser.parse_args(arguments)
+    console = rich.console.Console()
+    try:
+        zoo = configs.load(Zoo, options.config, options.overrides)
+        if options.only is not None and options.only not in zoo.models:
+            raise ValueError(f"--only: expected one of {', '.join(zoo.models)}, got {options.only!r}")
+        corpus = corpora.load(configs.resolve(zoo.work) / "corpus", vocab_size=zoo.vocab_size, slices=zoo.slices)
+        for name in zoo.models if options.only is None else [options.only]:
+            params = train_one(zoo, name, corpus, console)
+            save_model(
+                configs.resolve(zoo.out) / name,
+                zoo.decoder(name),
+                params,
+                eos_ids=(corpus.eos_id,),
+                tokenizer=corpus.tokenizer,
+                max_shard_bytes=_SHARD_BYTES,
+            )
+        if options.only is None:
+            report(zoo, corpus, console)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

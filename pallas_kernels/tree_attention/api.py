@@ -1,59 +1,25 @@
-"""The one entry point: shape checks, then the implementation asked for by name."""
-
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Protocol
+"""The one entry point: shape checks, then the implementation asked for by name or picked for the device."""
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tree_attention import reference, xla
+from pallas_kernels.tree_attention import mosaic_gpu, mosaic_tpu, plan, reference, xla
+from pallas_kernels.tree_attention.plan import Choice
+from pallas_kernels.tree_attention.problem import ArrayLike, Config, Device, Problem, target_device
 
-
-class TreeAttention(Protocol):
-    """Every implementation has the signature of ``tree_attention`` without ``implementation``."""
-
-    def __call__(
-        self,
-        q: jax.Array,
-        k_cache: jax.Array,
-        v_cache: jax.Array,
-        k_tree: jax.Array,
-        v_tree: jax.Array,
-        *,
-        prefix_lengths: jax.Array,
-        tree_mask: jax.Array,
-    ) -> jax.Array: ...
-
-
-IMPLEMENTATIONS: Mapping[str, TreeAttention] = MappingProxyType(
-    {"reference": reference.tree_attention, "xla": xla.tree_attention}
-)
-DEFAULT = "xla"
-
-
-def resolve(implementation: str | None) -> str:
-    """The implementation's name, ``None`` being the default one.
-
-    Raises:
-      ValueError: no implementation has this name.
-    """
-    name = DEFAULT if implementation is None else implementation
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown attention implementation {name!r}; known are {', '.join(sorted(IMPLEMENTATIONS))}")
-    return name
+IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu", "mosaic_tpu")
 
 
 def _check_shapes(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    k_tree: jax.Array,
-    v_tree: jax.Array,
-    prefix_lengths: jax.Array,
-    tree_mask: jax.Array,
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    k_tree: ArrayLike,
+    v_tree: ArrayLike,
+    prefix_lengths: ArrayLike,
+    tree_mask: ArrayLike,
 ) -> None:
-    if q.ndim != 4 or k_cache.ndim != 4 or k_tree.ndim != 4:
+    if len(q.shape) != 4 or len(k_cache.shape) != 4 or len(k_tree.shape) != 4:
         raise ValueError(
             "expected q [B, N, Hq, D], k_cache [B, Hkv, S, D] and k_tree [B, Hkv, M, D], "
             f"got {q.shape=}, {k_cache.shape=}, {k_tree.shape=}"
@@ -69,6 +35,10 @@ def _check_shapes(
             f"expected k_tree and v_tree of one shape [{batch}, Hkv, M, {head_dim}] to match {q.shape=}, "
             f"got {k_tree.shape=}, {v_tree.shape=}"
         )
+    if tree_rows < rows:
+        raise ValueError(
+            f"expected at least the {rows} fed rows in the tree buffer, got {k_tree.shape=} for {q.shape=}"
+        )
     if k_cache.shape != (batch, kv_heads, k_cache.shape[2], head_dim) or v_cache.shape != k_cache.shape:
         raise ValueError(
             f"expected k_cache and v_cache of one shape [{batch}, {kv_heads}, S, {head_dim}], "
@@ -83,6 +53,17 @@ def _check_shapes(
         raise ValueError(f"expected a boolean tree_mask, got {tree_mask.dtype=}")
 
 
+def pick(q: ArrayLike, k_cache: ArrayLike, k_tree: ArrayLike, *, device: Device | None = None) -> Choice:
+    """What ``tree_attention`` runs for ``implementation=None``, and why.
+
+    Args:
+      q: [B, N, Hq, D], an array or a ``jax.ShapeDtypeStruct``; so are k_cache [B, Hkv, S, D] and k_tree
+        [B, Hkv, M, D].
+      device: None is the device that computations are traced for now.
+    """
+    return plan.choose(Problem.of(q, k_cache, k_tree), device or target_device())
+
+
 def tree_attention(
     q: jax.Array,
     k_cache: jax.Array,
@@ -92,7 +73,9 @@ def tree_attention(
     *,
     prefix_lengths: jax.Array,
     tree_mask: jax.Array,
+    window: int | None = None,
     implementation: str | None = None,
+    config: Config | None = None,
 ) -> jax.Array:
     """Attend from N tree nodes to the committed prefix and to the nodes the mask shows them.
 
@@ -107,16 +90,37 @@ def tree_attention(
       v_tree: [B, Hkv, M, D] values of uncommitted rows.
       prefix_lengths: [B] int32, how many cache rows are committed.
       tree_mask: [B, N, M] bool, which uncommitted rows each node sees.
-      implementation: a name in ``IMPLEMENTATIONS``; None takes the default. It runs that one or raises.
+      window: each node sees the last ``window`` positions, its own included (Mistral's sliding window); None is all.
+        Positions follow from the mask: what a node sees of the tree is its path, in slot order.
+      implementation: a name in ``IMPLEMENTATIONS``; None takes the platform's kernel where it can run the call, else
+        "xla", and ``pick`` says which. A named one runs or raises.
+      config: block sizes of a kernel; None chooses them.
 
     Returns:
       [B, N, Hq, D] in the dtype of q.
 
     Raises:
-      ValueError: shapes that do not fit together, a mask that is not boolean, or an unknown implementation.
+      ValueError: shapes that do not fit together, a mask that is not boolean, a window below 1, an unknown
+        implementation, or a named one that cannot run (the message says why), or a config that does not fit it.
     """
-    name = resolve(implementation)
     _check_shapes(q, k_cache, v_cache, k_tree, v_tree, prefix_lengths, tree_mask)
-    return IMPLEMENTATIONS[name](
-        q, k_cache, v_cache, k_tree, v_tree, prefix_lengths=prefix_lengths, tree_mask=tree_mask
-    )
+    if window is not None and window < 1:
+        raise ValueError(f"expected a window of at least 1 position, or None, got {window=}")
+    problem, device = Problem.of(q, k_cache, k_tree), target_device()
+    if implementation is None:
+        implementation = plan.choose(problem, device).implementation
+    else:
+        interpreted = config is not None and bool(config.interpret)
+        why_not = plan.refusal(implementation, problem, device, interpreted=interpreted)
+        if why_not:
+            raise ValueError(f"attention implementation {implementation!r} cannot run this call: {why_not}")
+    config = plan.complete(implementation, problem, device, config)
+
+    arrays = q, k_cache, v_cache, k_tree, v_tree
+    named = dict(prefix_lengths=prefix_lengths, tree_mask=tree_mask, window=window)
+    if implementation == "reference":
+        return reference.tree_attention(*arrays, **named)
+    if implementation == "xla":
+        return xla.tree_attention(*arrays, **named)
+    kernel = mosaic_gpu if implementation == "mosaic_gpu" else mosaic_tpu
+    return kernel.tree_attention(*arrays, **named, config=config)

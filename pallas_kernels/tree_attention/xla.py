@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.tree_attention.fold import within_window
+
 
 def tree_attention(
     q: jax.Array,
@@ -13,6 +15,7 @@ def tree_attention(
     *,
     prefix_lengths: jax.Array,
     tree_mask: jax.Array,
+    window: int | None = None,
 ) -> jax.Array:
     """See ``api.tree_attention``.
 
@@ -30,8 +33,12 @@ def tree_attention(
             .reshape(batch, kv_heads, group * rows, head_dim)
         )
 
-    in_prefix = (jnp.arange(capacity) < prefix_lengths[:, None])[:, None, None]  # [B, 1, 1, S]
-    in_tree = jnp.broadcast_to(tree_mask[:, None, None], (batch, 1, group, rows, tree_rows))
+    committed = (jnp.arange(capacity) < prefix_lengths[:, None])[:, None, None]  # [B, 1, 1, S]
+    shown, first = within_window(tree_mask, prefix_lengths, window)
+    in_prefix = committed
+    if window is not None:
+        in_prefix = committed & (jnp.arange(capacity) >= jnp.tile(first, (1, group))[:, None, :, None])
+    in_tree = jnp.broadcast_to(shown[:, None, None], (batch, 1, group, rows, tree_rows))
     in_tree = in_tree.reshape(batch, 1, group * rows, tree_rows)
 
     lowest = jnp.finfo(jnp.float32).min
@@ -52,11 +59,11 @@ def tree_attention(
     total = prefix_weights.sum(axis=-1, keepdims=True) + tree_weights.sum(axis=-1, keepdims=True)
 
     def weigh(weights: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
-        # A weight of 0 times NaN is NaN, so values that no row sees become 0.
+        # A weight of 0 times NaN is NaN, so values that nobody may read become 0.
         values = jnp.where(seen, values, 0)
         return jnp.einsum("bhrs,bhsd->bhrd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
 
-    mixed = weigh(prefix_weights, v_cache, in_prefix.swapaxes(-1, -2)) + weigh(
+    mixed = weigh(prefix_weights, v_cache, committed.swapaxes(-1, -2)) + weigh(
         tree_weights, v_tree, tree_mask.any(axis=1)[:, None, :, None]
     )
     out = mixed / jnp.where(total == 0, 1, total)

@@ -10,6 +10,7 @@ from flax import nnx
 from pallas_kernels.tree_attention import tree_attention
 from specjax.cache import KVCache
 from specjax.models.config import DecoderConfig
+from specjax.models.product import product
 from specjax.types import Forward, ForwardOut, Model, PyTree, TreeMask
 
 _INIT_SCALE = 0.02
@@ -27,7 +28,7 @@ class Projection(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outputs,), jnp.float32)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        out = x @ self.kernel[...]
+        out = product(x, self.kernel[...])
         return out if self.bias is None else out + self.bias[...]
 
 
@@ -158,7 +159,7 @@ def decoder_functions(
     ) -> ForwardOut:
         """See ``specjax.types.Forward``; ``hidden`` is what the head reads, after the last norm."""
         decoder = nnx.merge(graph, params)
-        x = decoder.embed_tokens[...][tokens]
+        x = decoder.embed_tokens[...][tokens].astype(decoder.norm.scale[...].dtype)
         for index, layer in enumerate(decoder.layers):
             normed = layer.input_layernorm(x, config.norm_eps)
             attended, cache = attend(index, layer.self_attn, normed, positions, mask, cache)
@@ -166,7 +167,7 @@ def decoder_functions(
             x = x + layer.mlp(layer.post_attention_layernorm(x, config.norm_eps))
         hidden = decoder.norm(x, config.norm_eps)
         wanted = hidden if rows is None else jnp.take_along_axis(hidden, rows[..., None], axis=1)
-        logits = wanted @ decoder.embed_tokens[...].T if decoder.lm_head is None else decoder.lm_head(wanted)
+        logits = product(wanted, decoder.embed_tokens[...].T) if decoder.lm_head is None else decoder.lm_head(wanted)
         return ForwardOut(logits, hidden, cache)
 
     def init_cache(batch: int, capacity: int) -> KVCache:

@@ -1,5 +1,6 @@
 """Training of small models: loss, optimiser and one step, as pure functions."""
 
+from specjax.train.agreement import ranks_of_choice
 from specjax.train.checkpoint import restore_latest, save_checkpoint
 from specjax.train.loss import causal_logits, next_token_loss
 from specjax.train.optimizer import make_optimizer
@@ -12,6 +13,7 @@ __all__ = [
     "make_optimizer",
     "make_train_step",
     "next_token_loss",
+    "ranks_of_choice",
     "restore_latest",
     "save_checkpoint",
 ]

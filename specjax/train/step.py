@@ -30,14 +30,14 @@ def make_train_step(
     model: Model,
     optimizer: optax.GradientTransformation,
     *,
-    compute_dtype: str = "float32",
+    product_dtype: str = "float32",
     teacher: Model | None = None,
     teacher_weight: float = 0.0,
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]:
     """A jitted ``step(state, tokens [B, N + 1]) -> (state, loss)``; the old state's buffers are donated."""
 
     def loss_of(params: PyTree, tokens: jax.Array) -> jax.Array:
-        params = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), params)
+        params = jax.tree.map(lambda leaf: leaf.astype(product_dtype) if leaf.ndim > 1 else leaf, params)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         taught = None if teacher is None else causal_logits(teacher, teacher.params, inputs)
         return next_token_loss(causal_logits(model, params, inputs), targets, taught, teacher_weight)
