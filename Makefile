@@ -30,7 +30,7 @@ quickstart: $(INSTALLED)  ## run the example sweep on the models that ship: a ta
 test: $(INSTALLED) $(VENV)/.group-test  ## run the tests
 	$(RUN) -m pytest
 
-lint: $(INSTALLED) $(VENV)/.group-test $(VENV)/.group-lint  ## check style and types
+lint: $(INSTALLED) $(VENV)/.group-lint  ## check style and types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pyright
