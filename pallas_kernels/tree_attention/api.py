@@ -1,11 +1,32 @@
 """The one entry point: shape checks, then the implementation asked for by name or picked for the device."""
 
+import functools
+from collections.abc import Callable
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tree_attention import mosaic_gpu, mosaic_tpu, plan, reference, xla
+from pallas_kernels.tree_attention import plan, reference, xla
 from pallas_kernels.tree_attention.plan import Choice
 from pallas_kernels.tree_attention.problem import ArrayLike, Config, Device, Problem, target_device
+
+
+class TreeAttention(Protocol):
+    """What a model asks of attention: ``tree_attention``, a ``functools.partial`` of it, or a function like it."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k_cache: jax.Array,
+        v_cache: jax.Array,
+        k_tree: jax.Array,
+        v_tree: jax.Array,
+        *,
+        prefix_lengths: jax.Array,
+        tree_mask: jax.Array,
+    ) -> jax.Array: ...
+
 
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu", "mosaic_tpu")
 
@@ -115,12 +136,26 @@ def tree_attention(
         if why_not:
             raise ValueError(f"attention implementation {implementation!r} cannot run this call: {why_not}")
     config = plan.complete(implementation, problem, device, config)
+    return _function(implementation, config)(
+        q,
+        k_cache,
+        v_cache,
+        k_tree,
+        v_tree,
+        prefix_lengths=prefix_lengths,
+        tree_mask=tree_mask,
+        window=window,
+    )
 
-    arrays = q, k_cache, v_cache, k_tree, v_tree
-    named = dict(prefix_lengths=prefix_lengths, tree_mask=tree_mask, window=window)
-    if implementation == "reference":
-        return reference.tree_attention(*arrays, **named)
-    if implementation == "xla":
-        return xla.tree_attention(*arrays, **named)
-    kernel = mosaic_gpu if implementation == "mosaic_gpu" else mosaic_tpu
-    return kernel.tree_attention(*arrays, **named, config=config)
+
+def _function(implementation: str, config: Config | None) -> Callable[..., jax.Array]:
+    # Mosaic is imported where it is needed: it takes a second that a CPU has no use for.
+    if implementation == "mosaic_gpu":
+        from pallas_kernels.tree_attention import mosaic_gpu
+
+        return functools.partial(mosaic_gpu.tree_attention, config=config)
+    if implementation == "mosaic_tpu":
+        from pallas_kernels.tree_attention import mosaic_tpu
+
+        return functools.partial(mosaic_tpu.tree_attention, config=config)
+    return reference.tree_attention if implementation == "reference" else xla.tree_attention

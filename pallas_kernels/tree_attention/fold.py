@@ -3,10 +3,18 @@
 import jax
 import jax.numpy as jnp
 
+GPU_ROWS = 64  # rows of one warpgroup's matrix product
+_TPU_SUBLANES = 8  # rows of one register
+
 
 def power_of_two(count: int, *, at_least: int = 1) -> int:
     """The lowest power of two that is no less than ``count`` and ``at_least``."""
     return 1 << (max(count, at_least) - 1).bit_length()
+
+
+def tpu_nodes(nodes: int) -> int:
+    """N as the TPU kernel sees it: a power of two of at least a register's rows."""
+    return power_of_two(nodes, at_least=_TPU_SUBLANES)
 
 
 def round_up(count: int, step: int) -> int:
@@ -15,7 +23,7 @@ def round_up(count: int, step: int) -> int:
 
 
 def fold(q: jax.Array, kv_heads: int, *, nodes: int, rows: int) -> jax.Array:
-    """Make the heads of a group further rows: [B, N, Hq, D] -> [B, Hkv, rows, D], row = head in group * nodes + node."""
+    """Make a group's heads further rows: [B, N, Hq, D] -> [B, Hkv, rows, D], row = head in group * nodes + node."""
     batch, fed, q_heads, head_dim = q.shape
     group = q_heads // kv_heads
     q = jnp.pad(q, ((0, 0), (0, nodes - fed), (0, 0), (0, 0)))
@@ -32,7 +40,7 @@ def unfold(out: jax.Array, *, fed: int, q_heads: int, nodes: int) -> jax.Array:
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, fed, q_heads, head_dim)
 
 
-def windowed(tree_mask: jax.Array, prefix_lengths: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array]:
+def within_window(tree_mask: jax.Array, prefix_lengths: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array]:
     """Restrict each row to the last ``window`` positions that end with its own.
 
     A row's position is the prefix's length plus the tree rows it sees, minus one for itself; as ancestors come before

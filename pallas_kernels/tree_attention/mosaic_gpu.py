@@ -8,11 +8,19 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.tree_attention.config import Config
-from pallas_kernels.tree_attention.fold import clean_tree, fold, never_empty, pack, power_of_two, round_up, unfold, windowed
-from pallas_kernels.tree_attention.problem import Problem
+from pallas_kernels.tree_attention.fold import (
+    GPU_ROWS,
+    clean_tree,
+    fold,
+    never_empty,
+    pack,
+    power_of_two,
+    round_up,
+    unfold,
+    within_window,
+)
+from pallas_kernels.tree_attention.problem import Config, Problem
 
-ROWS = 64  # of a warpgroup's matrix product
 TREE_KEYS = 64  # tree rows of one step
 LOWEST = -1e30  # finite, so that a difference of two of them is 0 and not NaN
 LOG2_E = math.log2(math.e)
@@ -33,11 +41,11 @@ def _body(
     seen_ref,  # [B, words + 1, nodes] int32
     out_ref,  # [splits, B, Hkv, rows, D]
     norm_ref,  # [splits, B, Hkv, rows] float32: log2 of the sum of exp2 of the scores
-    q_smem,  # [warpgroups, ROWS, D]; the output leaves through it too
-    weights_smem,  # [warpgroups, ROWS, keys]
+    q_smem,  # [warpgroups, GPU_ROWS, D]; the output leaves through it too
+    weights_smem,  # [warpgroups, GPU_ROWS, keys]
     k_smem,  # [stages, keys, D]
     v_smem,  # [stages, keys, D]
-    norm_smem,  # [warpgroups, ROWS] float32
+    norm_smem,  # [warpgroups, GPU_ROWS] float32
     q_ready,
     k_ready,  # [stages]
     v_ready,  # [stages]
@@ -52,6 +60,7 @@ def _body(
     words, nodes = seen_ref.shape[1] - 1, seen_ref.shape[2]
     tree_steps = k_tree_ref.shape[2] // TREE_KEYS
     scale = head_dim**-0.5 * LOG2_E
+    columns = head_dim if head_dim % 64 else 64  # of a product with values; more at once would not fit the registers
     dtype = q_smem.dtype
 
     batch, head = jax.lax.axis_index("batch"), jax.lax.axis_index("head")
@@ -97,12 +106,12 @@ def _body(
     def _():
         plgpu.set_max_registers(232 if warpgroups == 2 else 240, action="increase")
         tile = jax.lax.axis_index("tile") * warpgroups + warpgroup
-        rows = pl.ds(tile * ROWS, ROWS)
+        rows = pl.ds(tile * GPU_ROWS, GPU_ROWS)
         q_own = q_smem.at[warpgroup]
         plgpu.copy_gmem_to_smem(q_ref.at[batch, head, rows], q_own, q_ready.at[warpgroup])
         plgpu.barrier_wait(q_ready.at[warpgroup])
-        # Rows go head by head and their nodes are a power of two, so a tile's nodes start at a multiple of ROWS.
-        own_nodes = pl.ds(jax.lax.rem(tile * ROWS, nodes), ROWS)
+        # Rows go head by head and their nodes are a power of two, so a tile's nodes start at a multiple of GPU_ROWS.
+        own_nodes = pl.ds(jax.lax.rem(tile * GPU_ROWS, nodes), GPU_ROWS)
 
         def attend(step, carry, width, visible):
             """One block of ``width`` keys; ``visible(column)`` is None for all."""
@@ -115,8 +124,8 @@ def _body(
                 plgpu.wgmma(accumulator, q_own, k.transpose((1, 0)))
                 return accumulator[...]
 
-            scores = pl.run_scoped(score, plgpu.ACC((ROWS, width), jnp.float32)) * scale
-            shape = (ROWS, width)
+            scores = pl.run_scoped(score, plgpu.ACC((GPU_ROWS, width), jnp.float32)) * scale
+            shape, shown = (GPU_ROWS, width), None
             if visible is not None:
                 column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
                 shown = visible(column)
@@ -124,7 +133,7 @@ def _body(
             before = maximum
             maximum = jnp.maximum(maximum, scores.max(axis=1))
             weights = jnp.exp2(scores - jax.lax.broadcast_in_dim(maximum, shape, [0]))
-            if visible is not None:
+            if shown is not None:
                 # In a row that has seen nothing yet the maximum is LOWEST itself, and exp2(0) is not 0.
                 weights = jnp.where(shown, weights, 0.0)
             decay = jnp.exp2(before - maximum)
@@ -136,16 +145,14 @@ def _body(
             return own_weights, v, slot, mixed, decay, maximum, total
 
         def mix(own_weights, v, slot, mixed, decay, maximum, total):
-            def product(accumulator, columns):
-                plgpu.wgmma(accumulator, own_weights, v.at[:, columns])
+            def product(accumulator, start):
+                plgpu.wgmma(accumulator, own_weights, v.at[:, pl.ds(start, columns)])
                 return accumulator[...]
 
             parts = []
             for index, part in enumerate(mixed):
-                width = part.shape[1]
                 fresh = pl.run_scoped(
-                    functools.partial(product, columns=pl.ds(index * width, width)),
-                    plgpu.ACC((ROWS, width), jnp.float32),
+                    functools.partial(product, start=index * columns), plgpu.ACC((GPU_ROWS, columns), jnp.float32)
                 )
                 parts.append(part * jax.lax.broadcast_in_dim(decay, part.shape, [0]) + fresh)
             plgpu.barrier_arrive(consumed.at[slot])
@@ -156,6 +163,7 @@ def _body(
 
         def cut_block(step, carry):
             start = (begin + step) * keys
+            first_row = None
             if windowed:
                 first_row = plgpu.load(
                     seen_ref.at[batch, words, own_nodes], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
@@ -163,7 +171,7 @@ def _body(
 
             def visible(column):
                 shown = column < length - start
-                if windowed:
+                if first_row is not None:
                     shown &= column >= jax.lax.broadcast_in_dim(first_row - start, column.shape, [0])
                 return shown
 
@@ -174,11 +182,12 @@ def _body(
             def _():
                 @pl.when(warpgroup == 0)
                 def _():
-                    for part in range(0, keys, ROWS):
-                        chunk = v.at[pl.ds(part, ROWS)]
-                        values = plgpu.load(chunk, layout=plgpu.Layout.WGMMA, optimized=False)
-                        row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
-                        chunk[...] = jnp.where(row < length - start - part, values, jnp.zeros_like(values))
+                    for row in range(0, keys, GPU_ROWS):
+                        for column in range(0, head_dim, columns):
+                            chunk = v.at[pl.ds(row, GPU_ROWS), pl.ds(column, columns)]
+                            values = plgpu.load(chunk, layout=plgpu.Layout.WGMMA, optimized=False)
+                            index = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+                            chunk[...] = jnp.where(index < length - start - row, values, jnp.zeros_like(values))
                     plgpu.commit_smem()
 
                 plgpu.barrier_arrive(v_clean)
@@ -210,11 +219,10 @@ def _body(
             return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
         per_row = plgpu.Layout.WGMMA.reduce(1)
-        part = min(head_dim, 128)
         carry = (
-            tuple(constant(0, (ROWS, part), plgpu.Layout.WGMMA) for _ in range(head_dim // part)),
-            constant(LOWEST, (ROWS,), per_row),
-            constant(0, (ROWS,), per_row),
+            tuple(constant(0, (GPU_ROWS, columns), plgpu.Layout.WGMMA) for _ in range(head_dim // columns)),
+            constant(LOWEST, (GPU_ROWS,), per_row),
+            constant(0, (GPU_ROWS,), per_row),
         )
         whole = 0 if windowed else jnp.clip(length // keys - begin, 0, steps)
         if not windowed:
@@ -225,7 +233,7 @@ def _body(
         empty = total == 0.0
         inverse = 1.0 / jnp.where(empty, 1.0, total)
         for index, values in enumerate(mixed):
-            q_own.at[:, pl.ds(index * part, part)][...] = (
+            q_own.at[:, pl.ds(index * columns, columns)][...] = (
                 values * jax.lax.broadcast_in_dim(inverse, values.shape, [0])
             ).astype(dtype)
         norm_smem.at[warpgroup][...] = jnp.where(empty, LOWEST, maximum + jnp.log2(jnp.where(empty, 1.0, total)))
@@ -251,16 +259,16 @@ def tree_attention(
     problem = Problem.of(q, k_cache, k_tree)
     batch, kv_heads, head_dim = problem.batch, problem.kv_heads, problem.head_dim
     nodes = power_of_two(problem.nodes)
-    keys, stages, splits, warpgroups = config.keys, config.stages, config.splits, config.rows // ROWS
+    keys, stages, splits, warpgroups = config.keys, config.stages, config.splits, config.rows // GPU_ROWS
     rows = round_up(problem.group * nodes, config.rows)
     tree_rows = round_up(problem.tree_rows, TREE_KEYS)
     lengths = prefix_lengths.astype(jnp.int32)
-    shown, first_row = windowed(tree_mask, lengths, window)
+    shown, first_row = within_window(tree_mask, lengths, window)
 
     first = jnp.zeros_like(lengths) if window is None else first_row.min(axis=1) // keys
     plan = jnp.stack([first, jnp.maximum(pl.cdiv(lengths, keys) - first, 0), lengths])
     seen = pack(shown, first_row, nodes=nodes, words=tree_rows // 32).swapaxes(1, 2)
-    seen = jnp.tile(seen, (1, 1, max(ROWS // nodes, 1)))
+    seen = jnp.tile(seen, (1, 1, max(GPU_ROWS // nodes, 1)))
 
     width = swizzle_bytes(head_dim)
     transforms = (plgpu.TilingTransform((8, width // 2)), plgpu.SwizzleTransform(width))
@@ -275,11 +283,11 @@ def tree_attention(
             jax.ShapeDtypeStruct((splits, batch, kv_heads, rows), jnp.float32),
         ),
         scratch_types=[
-            smem(warpgroups, ROWS, head_dim),
-            smem(warpgroups, ROWS, keys),
+            smem(warpgroups, GPU_ROWS, head_dim),
+            smem(warpgroups, GPU_ROWS, keys),
             smem(stages, keys, head_dim),
             smem(stages, keys, head_dim),
-            plgpu.SMEM((warpgroups, ROWS), jnp.float32),
+            plgpu.SMEM((warpgroups, GPU_ROWS), jnp.float32),
             plgpu.Barrier(num_barriers=warpgroups),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
@@ -293,7 +301,7 @@ def tree_attention(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         cost_estimate=problem.cost(),
-        interpret=config.interpret,
+        interpret=config.interpreter(plgpu.InterpretGPUParams),
         kernel_name="tree_attention",
     )(
         plan,

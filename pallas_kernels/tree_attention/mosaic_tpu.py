@@ -7,18 +7,21 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.tpu as pltpu
 import jax.numpy as jnp
 
-from pallas_kernels.tree_attention.config import Config
-from pallas_kernels.tree_attention.fold import clean_tree, fold, never_empty, pack, power_of_two, round_up, unfold, windowed
-from pallas_kernels.tree_attention.problem import Problem
+from pallas_kernels.tree_attention.fold import (
+    clean_tree,
+    fold,
+    never_empty,
+    pack,
+    round_up,
+    tpu_nodes,
+    unfold,
+    within_window,
+)
+from pallas_kernels.tree_attention.problem import Config, Problem
 
 LANES = 128
 WORDS = LANES // 32
 LOWEST = -1e30  # finite, so that a difference of two of them is 0 and not NaN
-
-
-def folded_nodes(nodes: int) -> int:
-    """N as the kernel sees it: a power of two, and no less than the 8 rows of a register."""
-    return power_of_two(nodes, at_least=8)
 
 
 def _body(
@@ -127,11 +130,11 @@ def tree_attention(
     nothing.
     """
     problem = Problem.of(q, k_cache, k_tree)
-    nodes = folded_nodes(problem.nodes)
+    nodes = tpu_nodes(problem.nodes)
     tile, keys = config.rows, config.keys
     rows = round_up(problem.group * nodes, tile)
     lengths = prefix_lengths.astype(jnp.int32)
-    shown, first_row = windowed(tree_mask, lengths, window)
+    shown, first_row = within_window(tree_mask, lengths, window)
 
     first = jnp.zeros_like(lengths) if window is None else first_row.min(axis=1) // keys
     blocks = jnp.maximum(pl.cdiv(lengths, keys) - first, 0)
@@ -178,7 +181,7 @@ def tree_attention(
         out_shape=jax.ShapeDtypeStruct((problem.batch, problem.kv_heads, rows, problem.head_dim), q.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=problem.cost(),
-        interpret=config.interpret,
+        interpret=config.interpreter(pltpu.InterpretParams),
         name="tree_attention",
     )(
         plan,

@@ -1,7 +1,8 @@
-"""What a call of tree attention is: its shapes and dtypes, what it costs, and the device it is for."""
+"""What a call of tree attention is: shapes, dtypes and cost, the device it is for, and the block sizes it runs with."""
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.experimental.pallas as pl
@@ -86,3 +87,22 @@ class Problem:
             transcendentals=scores,
             bytes_accessed=self.batch * rows * self.head_dim * jnp.dtype(self.dtype).itemsize,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Block sizes of a kernel; a field that is 0 is chosen from the problem and the device."""
+
+    rows: int = 0  # folded query rows of one program
+    keys: int = 0  # cache rows of one step
+    splits: int = 0  # programs that share the prefix of a sequence and KV head; GPU
+    stages: int = 0  # steps whose keys and values are in shared memory at once; GPU
+    # Run the kernel's body on the CPU, to test it: True, or the platform's parameters (pltpu.InterpretParams,
+    # plgpu.InterpretGPUParams).
+    interpret: Any = False
+
+    def interpreter(self, parameters: Callable[..., Any]) -> Any:
+        """``interpret`` with True made into parameters: what was not written, or lies past an end, reads as NaN."""
+        if self.interpret is not True:
+            return self.interpret
+        return parameters(uninitialized_memory="nan", out_of_bounds_reads="uninitialized")

@@ -13,6 +13,7 @@ def tree_attention(
     *,
     prefix_lengths: jax.Array,
     tree_mask: jax.Array,
+    window: int | None = None,
 ) -> jax.Array:
     """See ``api.tree_attention``."""
     batch, rows, q_heads, head_dim = q.shape
@@ -22,6 +23,10 @@ def tree_attention(
     in_prefix = jnp.arange(capacity) < prefix_lengths[:, None]  # [B, S]
     in_prefix = jnp.broadcast_to(in_prefix[:, None], (batch, rows, capacity))
     visible = jnp.concatenate([in_prefix, tree_mask], axis=-1)  # [B, N, S + M]
+    if window is not None:
+        # A row's visible keys stand in the order of their positions and end with its own.
+        from_end = jnp.cumsum(visible[..., ::-1], axis=-1)[..., ::-1]
+        visible &= from_end <= window
 
     keys = jnp.concatenate([k_cache, k_tree], axis=2).astype(jnp.float32)
     values = jnp.concatenate([v_cache, v_tree], axis=2).astype(jnp.float32)
