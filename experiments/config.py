@@ -29,7 +29,8 @@ def setting(default: Any = dataclasses.MISSING, *, low: float | None = None, hig
     """A dataclass field with bounds (inclusive), which hold for every number in it; without a default it is required.
 
     Choices need no bounds: annotate the field with ``typing.Literal``. What one field alone cannot tell belongs in the
-    dataclass's ``__post_init__``, whose ValueErrors are reported with the dotted path of the table.
+    dataclass's ``__post_init__``, whose ValueErrors are reported with the dotted path of the table, or of
+    a field where they begin with its name and a colon.
     """
     return dataclasses.field(default=default, metadata={"low": low, "high": high})
 
@@ -131,7 +132,8 @@ def _table(cls: type, raw: Any, path: str) -> Any:
     try:
         return cls(**values)
     except ValueError as error:
-        raise ConfigError([_join(path, str(error), ": ")]) from None
+        by = "." if str(error).partition(":")[0] in fields else ": "
+        raise ConfigError([_join(path, str(error), by)]) from None
 
 
 def _value(hint: Any, raw: Any, path: str, bounds: Mapping[str, Any]) -> Any:

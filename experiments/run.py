@@ -25,9 +25,8 @@ from experiments import config, metrics, prompts, report, store, sweep
 from experiments.config import ConfigError
 from experiments.prompts import Prompt
 from experiments.sweep import Cell, Experiment
-from specjax.tree import common_shape
 
-PACKAGES = ("specjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers")
 
 
 class Measured(NamedTuple):
@@ -48,8 +47,8 @@ class Workshop:
         self.model = functools.cache(_load_model)
         self.prompts = functools.cache(_load_prompts)
         self.baseline = functools.cache(self._baseline)
-        trees = [_topology(cell.config.decode.tree) for cell in cells if cell.config.decode.tree]
-        self._bounds = common_shape(trees) if trees else None
+        trees = [sweep.topology(cell.config.decode.tree) for cell in cells if cell.config.decode.tree]
+        self._bounds = sj.common_shape(trees) if trees else None
 
     def check(self, cells: Sequence[Cell]) -> dict[str, str]:
         """Load what the cells need and check that each can run, before anything is compiled.
@@ -72,7 +71,7 @@ class Workshop:
                 sj.stream(**self._call(experiment, texts))  # checks its input, and does nothing until it is iterated
             except ConfigError as error:
                 problems += error.problems
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 problems.append(f"{cell.where}{sweep.label(experiment.decode.tree)}: {error}")
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
@@ -122,7 +121,7 @@ class Workshop:
     def _call(self, experiment: Experiment, batch: Sequence[Prompt], first: int = 0) -> dict[str, Any]:
         """Arguments of ``generate`` for a batch that begins at prompt ``first``."""
         run, models, decode = experiment.run, experiment.models, experiment.decode
-        tree = _topology(decode.tree) if decode.tree else None
+        tree = sweep.topology(decode.tree) if decode.tree else None
         if tree is not None and run.padded:
             tree = tree.pad(self._bounds)
         return {
@@ -284,11 +283,6 @@ def _title(experiment: Experiment) -> str:
     if decode.incremental:
         return f"{sweep.label(decode.tree)}, {warp}"
     return f"{sweep.label(decode.tree)} {metrics.short_names(decode.drafts)}, {decode.verifier}, {warp}"
-
-
-def _topology(tree: sweep.Tree) -> sj.Topology:
-    is_schedule = all(isinstance(entry, int) for entry in tree)
-    return sj.Topology.from_schedule(tree) if is_schedule else sj.Topology.from_paths(tree)
 
 
 def _load_model(path: str, attention: str | None, dtype: str) -> sj.Model:

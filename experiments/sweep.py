@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from experiments import config
 from experiments.config import ConfigError, setting
+from specjax.tree import Topology
 
 type Tree = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
@@ -29,7 +30,7 @@ class Run:
     def __post_init__(self):
         if not re.fullmatch(r"[\w.-]+", self.name):
             raise ValueError(
-                f"name is part of a directory's name, so letters, digits, '.', '_' and '-'; got {self.name!r}"
+                f"name: expected letters, digits, '.', '_' and '-', since it names a directory; got {self.name!r}"
             )
 
 
@@ -54,6 +55,10 @@ class Decode:
     temperature: float = setting(0.0, low=0.0)
     top_k: int = setting(0, low=0)
     top_p: float = setting(1.0, low=0.0, high=1.0)
+
+    def __post_init__(self):
+        if self.top_p == 0:
+            raise ValueError("top_p: expected > 0, got 0; 1 keeps every token")
 
     @property
     def incremental(self) -> bool:
@@ -125,9 +130,7 @@ def cells(experiment: Experiment) -> list[Cell]:
     for path in experiment.models.drafts:
         if not problems and path not in used:
             name = path.rstrip("/").rpartition("/")[2]
-            unused.append(
-                f"models.drafts: {path!r} is used by no cell; name it in decode.drafts ({name!r}) or remove it"
-            )
+            unused.append(f"models.drafts: no cell uses {path!r}; name it in decode.drafts as {name!r}, or remove it")
     if problems or unused:
         first = [where[0] + problem for problem, where in problems.items()]
         more = [f" (and at {len(where) - 1} more points)" if len(where) > 1 else "" for where in problems.values()]
@@ -142,6 +145,16 @@ def baseline(experiment: Experiment) -> Experiment:
     return dataclasses.replace(
         experiment, models=dataclasses.replace(experiment.models, drafts=()), decode=warp, sweep=()
     )
+
+
+def topology(tree: Tree) -> Topology:
+    """The library's tree of a schedule or of paths.
+
+    Raises:
+      ValueError: if it is neither.
+    """
+    is_schedule = all(isinstance(entry, int) for entry in tree)
+    return Topology.from_schedule(tree) if is_schedule else Topology.from_paths(tree)
 
 
 def label(tree: Tree) -> str:
@@ -207,8 +220,11 @@ def _drafts(experiment: Experiment) -> dict[str, str]:
         problems.append(f"decode.drafts: a tree needs a draft model to fill it; name some of models.drafts ({known})")
     if decode.drafts and not decode.tree:
         problems.append("decode.tree: drafts need a tree to fill, such as [3, 2, 1, 1]")
-    if decode.top_p == 0:
-        problems.append("decode.top_p: expected > 0; 1 keeps every token")
+    if decode.tree:
+        try:
+            topology(decode.tree)
+        except ValueError as error:
+            problems.append(f"decode.tree: {error}")
     if problems:
         raise ConfigError(problems)
     return {name: paths[name] for name in decode.drafts}

@@ -1,0 +1,158 @@
+"""The numbers: ratios are total over total, cut rounds count up to the cut, slower is less than one (case B38)."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from experiments import metrics, plots, report, run, sweep
+
+SETTINGS = {
+    "run.seed": 0,
+    "decode.tree": [2, 1],
+    "decode.drafts": ["ssm_a"],
+    "decode.draft_mode": "top_k",
+    "decode.verifier": "naive_sampling",
+    "decode.temperature": 0.0,
+    "decode.top_k": 0,
+    "decode.top_p": 1.0,
+}
+
+
+def record(cell="c", prompt=0, **changes) -> dict:
+    row = {
+        "cell": cell,
+        "prompt": prompt,
+        "name": f"p{prompt}",
+        "new_tokens": 11,
+        "steps": 5,
+        "emitted": 10,
+        "drafted": 20,
+        "accepted": 5,
+        "tried_by_depth": [5, 3],
+        "accepted_by_depth": [3, 2],
+        "prefill_seconds": [9.0],
+        "decode_seconds": [1.0],
+        "baseline_emitted": 10,
+        "baseline_decode_seconds": [2.0],
+        "same_text_promised": True,
+        "same_text": True,
+        "compiles": 0,
+        **SETTINGS,
+    }
+    return {**row, **changes}
+
+
+def summary(*records: dict) -> dict:
+    order = list(dict.fromkeys(row["cell"] for row in records))
+    (row,) = metrics.rows_of(metrics.summarize(metrics.frame(records, order)))
+    return row
+
+
+def test_ratios_are_total_over_total():
+    row = summary(record(), record(prompt=1, emitted=90, steps=10, decode_seconds=[3.0], baseline_emitted=90))
+    assert row["tokens_per_step"] == 100 / 15  # the mean of the ratios would be 5.5
+    assert row["tokens_per_step_low"] == 2 + 7 / 4 and row["tokens_per_step_high"] == 9 - 7 / 4
+    assert row["decode_seconds"] == 4 and row["tokens_per_second"] == 25
+    assert row["speedup"] == 1.0
+    assert row["prefill_seconds"] == 18  # apart from decode
+
+
+def test_texts_of_different_lengths_are_compared_by_tokens_per_second():
+    row = summary(record(emitted=5, decode_seconds=[1.0], baseline_emitted=50, baseline_decode_seconds=[5.0]))
+    assert row["speedup"] == 0.5  # wall times alone would say five times as fast
+
+
+def test_speed_is_the_median_of_passes_and_shows_their_extremes():
+    row = summary(record(decode_seconds=[1.0, 2.0, 4.0], baseline_decode_seconds=[2.0, 2.0, 1.0]))
+    assert row["tokens_per_second"] == 5 and row["speedup"] == 1.0
+    assert row["speedup_low"] == 2.5 / 10 and row["speedup_high"] == 10 / 5
+
+
+def test_a_run_without_rounds_has_no_ratios():
+    row = summary(record(emitted=0, steps=0, drafted=0, accepted=0, new_tokens=1))
+    assert row["tokens_per_step"] != row["tokens_per_step"] and row["steps"] == 0
+
+
+def test_counts_of_rounds():
+    def round_(accepted, emitted):
+        return SimpleNamespace(drafted=4, accepted=accepted, emitted=emitted, drafted_by_depth=(2, 2))
+
+    # Refused at once; refused at depth 2; all accepted; cut by the budget behind an accepted token of depth 1.
+    rounds = [round_(0, 1), round_(1, 2), round_(2, 3), round_(1, 1)]
+    counts = run._counts(run.Measured(list(range(8)), "length", rounds, 0, [], []))
+    assert (counts["steps"], counts["emitted"], counts["drafted"], counts["accepted"]) == (4, 7, 16, 4)
+    assert counts["accepted_by_depth"] == [3, 1]
+    assert counts["tried_by_depth"] == [4, 2]  # nobody knows what the cut round would have accepted at depth 2
+    assert counts["drafted_by_depth"] == [8, 8]
+
+
+def test_acceptance_by_depth_sums_over_prompts_of_different_depths():
+    rows = [record(), record(prompt=1, tried_by_depth=[5], accepted_by_depth=[1])]
+    table = metrics.acceptance_by_depth(metrics.frame(rows, ["c"]))
+    assert metrics.rows_of(table) == [
+        {"cell": "c", "depth": 1, "tried": 10, "accepted": 4, "rate": 0.4},
+        {"cell": "c", "depth": 2, "tried": 3, "accepted": 2, "rate": pytest.approx(2 / 3)},
+    ]
+
+
+def test_panels_keep_what_may_be_compared_together():
+    plain = {"decode.tree": [], "decode.drafts": []}
+    hot = {"decode.temperature": 1.0}
+    rows = [
+        record("greedy", **plain),
+        record("warm", **plain, **hot),
+        record("tree"),
+        record("hot", **hot),
+        record("mss", **hot, **{"decode.verifier": "multi_step", "decode.draft_mode": "iid"}),
+    ]
+    table = metrics.summarize(metrics.frame(rows, [row["cell"] for row in rows]))
+    assert [(title, [row["cell"] for row in part]) for title, part in metrics.panels(table)] == [
+        ("greedy, top_k drafts verified by naive_sampling", ["greedy", "tree"]),
+        ("temperature 1, top_k drafts verified by naive_sampling", ["warm", "hot"]),
+        ("temperature 1, iid drafts verified by multi_step", ["warm", "mss"]),
+    ]
+
+
+def test_the_verdict_names_every_cell_that_breaks_its_promise():
+    rows = [record("a"), record("b"), record("b", 1, same_text=False), record("c", same_text_promised=False)]
+    rows[3]["same_text"] = False
+    lines = report.verdict(metrics.summarize(metrics.frame(rows, ["a", "b", "c"])))
+    assert lines == ["greedy: <2,1> ssm_a: 1 of 2 prompts DIFFER."]
+    good = report.verdict(metrics.summarize(metrics.frame(rows[:2], ["a", "b"])))
+    assert good == ["greedy: all tokens identical to incremental decoding in all 2 cells."]
+
+
+def test_settings_that_vary_are_told_apart():
+    rows = [record("a"), record("b", **{"run.seed": 1})]
+    table = metrics.summarize(metrics.frame(rows, ["a", "b"]))
+    assert metrics.varying(table) == ["run.seed"]
+    labels = [label.get_text() for label in plots.methods(table).axes[0].get_yticklabels()]
+    assert labels == ["<2,1>  ssm_a  seed=0", "<2,1>  ssm_a  seed=1"]
+
+
+def test_names_of_ensembles_are_short():
+    assert metrics.short_names(["ssm_a", "ssm_b", "ssm_c"]) == "ssm_a+b+c"
+    assert metrics.short_names(["ssm_a"]) == "ssm_a"
+    assert metrics.short_names(["draft", "drift"]) == "draft+drift"
+    assert metrics.short_names([]) == ""
+
+
+def test_plots_of_large_sweeps_show_the_best():
+    rows = [record(str(n), emitted=n, **{"decode.tree": [n + 1]}) for n in range(300)]
+    table = metrics.summarize(metrics.frame(rows, [row["cell"] for row in rows]))
+    axes = plots.methods(table).axes[0]
+    assert len(axes.patches) == plots.MOST_BARS and "best 40 of 300" in axes.get_title(loc="left")
+    assert axes.get_yticklabels()[-1].get_text().startswith(sweep.label((300,)))
+    lines = plots.acceptance(table, metrics.acceptance_by_depth(metrics.frame(rows, [row["cell"] for row in rows])))
+    assert len(lines.legends[0].get_texts()) == plots.MOST_LINES
+
+
+def test_plots_of_incremental_decoding_alone():
+    rows = [
+        record(
+            drafted=0, accepted=0, tried_by_depth=[], accepted_by_depth=[], **{"decode.tree": [], "decode.drafts": []}
+        )
+    ]
+    table = metrics.frame(rows, ["c"])
+    assert plots.acceptance(metrics.summarize(table), metrics.acceptance_by_depth(table)).axes == []
+    assert len(plots.methods(metrics.summarize(table)).axes) == 2

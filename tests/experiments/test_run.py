@@ -1,0 +1,461 @@
+"""The runner on the real library: what it records is what happened, and it survives kills (cases B38, B40)."""
+
+import csv
+import importlib.metadata
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import specjax as sj
+from experiments import config, run
+
+PROMPTS = ("def first(n):", "class Second", "import os\n\nthird = ")
+SWEEP = """
+[[sweep]]
+product.decode.temperature = [0.0, 0.8]
+product.decode.tree = [[]]
+[[sweep]]
+product.decode.temperature = [0.0, 0.8]
+zip.decode.tree = [[1, 1, 1], [2, 1], [[0], [1], [0, 0]]]
+zip.decode.drafts = [["near"], ["far"], ["far"]]
+"""
+MORE = """
+[[sweep]]
+product.decode.temperature = [0.0, 0.8]
+product.decode.tree = [[2, 1]]
+product.decode.drafts = [["far", "other"]]
+[[sweep]]
+product.decode.tree = [[2, 1]]
+product.decode.drafts = [["far"]]
+zip.decode.temperature = [0.8]
+zip.decode.draft_mode = ["iid"]
+zip.decode.verifier = ["multi_step"]
+"""
+SEEDS = """
+product.decode.tree = [[1, 1], [2, 1]]
+product.run.seed = [0, 1, 2]
+"""
+
+
+class Runs:
+    """A config in a directory of its own, run in this process."""
+
+    def __init__(self, directory: pathlib.Path, zoo: pathlib.Path):
+        self.out = directory / "out"
+        self.config = directory / "config.toml"
+        self.zoo = zoo
+        lines = [json.dumps({"prompt": prompt, "name": f"p{number}"}) for number, prompt in enumerate(PROMPTS)]
+        (directory / "prompts.jsonl").write_text("\n".join(lines))
+
+    def write(self, sweep: str, drafts=("near", "far", "other"), decode: str = "", **settings) -> None:
+        settings = {"num_prompts": 3, "max_new_tokens": 12, **settings}
+        lines = [
+            '[run]\nname = "test"',
+            f'prompts = "{self.config.parent / "prompts.jsonl"}"',
+            *(f"{key} = {json.dumps(value)}" for key, value in settings.items()),
+            f'[models]\ntarget = "{self.zoo / "target"}"',
+            f"drafts = {json.dumps([str(self.zoo / name) for name in drafts])}",
+            f"[decode]\n{decode}",
+            sweep if "[[sweep]]" in sweep else f"[sweep]\n{sweep}",
+        ]
+        self.config.write_text("\n".join(lines))
+
+    def __call__(self, *arguments: str) -> int:
+        return run.main([str(self.config), "--out", str(self.out), *arguments])
+
+    @property
+    def records(self) -> list[dict]:
+        return [json.loads(line) for line in (self.out / "records.jsonl").read_text().splitlines()]
+
+    @property
+    def summary(self) -> list[dict]:
+        return list(csv.DictReader((self.out / "summary.csv").read_text().splitlines()))
+
+    @property
+    def header(self) -> dict:
+        return json.loads((self.out / "run.json").read_text())
+
+    @property
+    def statuses(self) -> list[str]:
+        return [entry["status"] for entry in self.header["cells"].values()]
+
+
+@pytest.fixture
+def runs(tmp_path, zoo) -> Runs:
+    return Runs(tmp_path, zoo)
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory, zoo) -> Runs:
+    """A finished sweep of every kind of cell."""
+    runs = Runs(tmp_path_factory.mktemp("sweep"), zoo)
+    runs.write(SWEEP + MORE, batch_size=3, repeats=2, seed=7)
+    assert runs() == 0
+    return runs
+
+
+def test_every_cell_and_prompt_has_one_row(sweep):
+    rows = sweep.records
+    assert len(rows) == 11 * 3 == len({(row["cell"], row["prompt"]) for row in rows})
+    assert sweep.statuses == ["done"] * 11
+
+
+def test_what_is_recorded_is_what_the_library_does(sweep, zoo):
+    """Each cell against one call on the prompts in another order, which shares nothing with the runner."""
+    models = {name: sj.load_model(zoo / name) for name in ("target", "near", "far", "other")}
+    tokenizer = sj.load_tokenizer(zoo / "target")
+    cells = {}
+    for row in sweep.records:
+        cells.setdefault(row["cell"], []).insert(0, row)
+    for rows in cells.values():
+        first = rows[0]
+        tree = first["decode.tree"]
+        schedule = tree and isinstance(tree[0], int)
+        result = sj.generate(
+            models["target"],
+            [tokenizer.encode(PROMPTS[row["prompt"]]).ids for row in rows],
+            drafts=[models[name] for name in first["decode.drafts"]],
+            tree=None if not tree else tuple(tree) if schedule else sj.Topology.from_paths(tree),
+            draft_mode=first["decode.draft_mode"],
+            verifier=first["decode.verifier"],
+            warp=sj.Warp(first["decode.temperature"]),
+            max_new_tokens=12,
+            seeds=[7 + row["prompt"] for row in rows],
+        )
+        assert [row["tokens"] for row in rows] == result.tokens
+        assert [row["finish_reason"] for row in rows] == result.finish_reasons
+        assert sum(row["steps"] for row in rows) == result.stats.verify_steps
+        assert sum(row["emitted"] for row in rows) / result.stats.verify_steps == result.stats.tokens_per_step
+        for row, rounds in zip(rows, result.rounds, strict=True):
+            assert row["drafted"] == sum(item.drafted for item in rounds) == sum(row["drafted_by_depth"])
+            assert row["accepted_per_round"] == [item.accepted for item in rounds]
+            assert row["emitted_per_round"] == [item.emitted for item in rounds]
+
+
+def test_texts_that_must_be_equal_are_and_the_report_says_so(sweep):
+    for row in sweep.records:
+        promised = row["decode.temperature"] == 0 or row["decode.verifier"] == "naive_sampling"
+        assert row["same_text_promised"] == promised and (row["same_text"] or not promised)
+    report = (sweep.out / "report.md").read_text()
+    assert "greedy: all tokens identical to incremental decoding in all 4 cells." in report
+    assert "sampled with naive_sampling: all tokens identical to incremental decoding in all 4 cells." in report
+
+
+def test_a_different_text_is_counted(runs, monkeypatch):
+    real = sj.generate
+
+    def wrong(**arguments):
+        result = real(**arguments)
+        if arguments["drafts"] and arguments["seeds"] == [1]:
+            result.tokens[0][-1] ^= 1
+        return result
+
+    monkeypatch.setattr(sj, "generate", wrong)
+    runs.write("product.decode.tree = [[2, 1]]", ["far"], 'drafts = ["far"]')
+    assert runs() == 0
+    assert [row["same_text"] for row in runs.records] == [True, False, True]
+    assert "greedy: <2,1> far: 1 of 3 prompts DIFFER." in (runs.out / "report.md").read_text()
+
+
+def test_a_perfect_draft_is_accepted_whole_until_the_budget(sweep):
+    for row in sweep.records:
+        if row["decode.drafts"] == ["near"] and row["decode.temperature"] == 0:
+            assert row["accepted_per_round"] == [3, 3, 3] and row["emitted_per_round"] == [4, 4, 3]
+            assert row["tried_by_depth"] == row["accepted_by_depth"] == [3, 3, 3]
+
+
+def test_files_for_people(sweep, capsys):
+    assert sweep() == 0  # nothing left to run: the report is made again
+    out = capsys.readouterr().out
+    assert "All 11 cells were finished before" in out and "<1,1,1>" in out and "identical" in out
+    rows = sweep.summary
+    assert [row["method"] for row in rows].count("incremental") == 2 and len(rows) == 11
+    for row in rows:
+        assert float(row["tokens_per_step"]) == int(row["emitted"]) / int(row["steps"])
+        assert float(row["speedup_low"]) <= float(row["speedup"]) <= float(row["speedup_high"])
+    report = (sweep.out / "report.md").read_text()
+    for name in ("methods.png", "acceptance.png"):
+        assert f"]({name})" in report and (sweep.out / name).read_bytes().startswith(b"\x89PNG")
+    assert "each tree has an executable of its own size" in report
+
+
+def test_run_json_says_what_ran(sweep):
+    header = sweep.header
+    assert header["config"]["run"]["batch_size"] == 3 and header["config"]["decode"]["top_p"] == 1.0
+    assert header["inputs"]["device"] == run._device()
+    session = header["sessions"][0]
+    assert session["versions"]["jax"] == importlib.metadata.version("jax") and "config.toml" in session["command"]
+    assert session["revision"] == run._git("rev-parse", "--short=12", "HEAD")
+
+
+def test_an_override_is_what_runs_and_what_is_recorded(runs):
+    runs.write("product.run.seed = [0]", ["far"], 'tree = [2]\ndrafts = ["far"]')
+    assert runs("--set", "decode.tree=[2, 2]", "--set", "run.num_prompts=1") == 0
+    (row,) = runs.records
+    assert row["decode.tree"] == [2, 2] == runs.header["config"]["decode"]["tree"]
+    assert row["drafted"] == row["steps"] * (2 + 4)
+    assert row["drafted_by_depth"] == [row["steps"] * 2, row["steps"] * 4]
+    assert "run.num_prompts=1" in runs.header["sessions"][0]["command"]
+
+
+def test_padded_trees_share_one_executable_and_emit_the_same(sweep, runs):
+    runs.write(SWEEP, ["near", "far"], batch_size=3, seed=7, padded=True)
+    assert runs() == 0
+    texts = {}
+    for row in sweep.records + runs.records:
+        key = [row[f"decode.{name}"] for name in ("tree", "drafts", "temperature", "verifier")] + [row["prompt"]]
+        texts.setdefault(json.dumps(key), []).append(row["tokens"])
+    pairs = [found for found in texts.values() if len(found) == 2]
+    assert len(pairs) == 8 * 3 and all(a == b for a, b in pairs)
+    compiles = {row["cell"]: row["compiles"] for row in runs.records if row["decode.tree"]}
+    assert len(compiles) == 6 and sum(list(compiles.values())[1:]) == 0
+    assert "share one executable" in (runs.out / "report.md").read_text()
+
+
+KILLER = """
+import os, signal, sys
+from experiments import run
+
+real = run.sj.generate
+
+def generate(**arguments):
+    tree = arguments["tree"]
+    if tree is not None and tree.shape.num_nodes == 5 and arguments["seeds"] == [1]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(**arguments)
+
+run.sj.generate = generate
+run.main(sys.argv[1:])
+"""
+
+
+def test_a_killed_sweep_resumes_with_unique_rows(runs):
+    """Case B40: six cells, killed in the second prompt of the fourth; resumed; resumed again; changed."""
+    runs.write(SEEDS, ["far"], 'drafts = ["far"]', num_prompts=2)
+    environment = {**os.environ, "PYTHONPATH": str(config.REPOSITORY), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", KILLER, str(runs.config), "--out", str(runs.out)]
+    killed = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    finished = (runs.out / "records.jsonl").read_bytes()
+    assert len(runs.records) == 3 * 2 and runs.statuses == ["done"] * 3 + ["pending"] * 3
+
+    assert runs() == 0
+    assert (runs.out / "records.jsonl").read_bytes().startswith(finished)
+    rows = runs.records
+    assert len(rows) == 12 == len({(row["cell"], row["prompt"]) for row in rows})
+    assert {(len(row["decode.tree"]), row["decode.tree"][0], row["run.seed"]) for row in rows} == {
+        (2, width, seed) for width in (1, 2) for seed in (0, 1, 2)
+    }
+    assert [row["session"] for row in rows] == [0] * 6 + [1] * 6
+
+    resumed = (runs.out / "records.jsonl").read_bytes()
+    assert runs() == 0
+    assert (runs.out / "records.jsonl").read_bytes() == resumed
+
+
+def test_another_temperature_in_the_same_directory_is_refused(runs, capsys):
+    runs.write(SEEDS, ["far"], 'drafts = ["far"]', num_prompts=1)
+    assert runs("--set", "sweep.product.run.seed=[0]") == 0
+    before = {path.name: path.read_bytes() for path in runs.out.iterdir()}
+    assert runs("--set", "sweep.product.run.seed=[0]", "--set", "decode.temperature=0.5") == 2
+    assert "decode.temperature was 0.0, is 0.5" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in runs.out.iterdir()} == before
+
+
+def test_without_out_another_config_has_another_directory(runs, monkeypatch, tmp_path):
+    monkeypatch.setattr(config, "REPOSITORY", tmp_path)
+    runs.write("product.decode.tree = [[]]", (), num_prompts=1, max_new_tokens=2)
+    for seed in (0, 0, 1):
+        assert run.main([str(runs.config), "--set", f"run.seed={seed}"]) == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_replaced_weights_are_another_run(runs, tmp_path, capsys):
+    for name in ("target", "far"):
+        (tmp_path / "zoo" / name).mkdir(parents=True)
+        for file in (runs.zoo / name).iterdir():
+            (tmp_path / "zoo" / name / file.name).write_bytes(file.read_bytes())
+    runs.zoo = tmp_path / "zoo"
+    runs.write("product.decode.tree = [[2, 1]]", ["far"], 'drafts = ["far"]', num_prompts=1)
+    assert runs() == 0
+    weights = tmp_path / "zoo/far/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
+    assert runs() == 2
+    assert "inputs." in capsys.readouterr().err
+
+
+def test_a_cell_that_raises_is_marked_and_tried_again(runs, monkeypatch, capsys):
+    runs.write(SEEDS, ["far"], 'drafts = ["far"]', num_prompts=1)
+    real = sj.generate
+
+    def broken(**arguments):
+        if arguments["drafts"] and arguments["seeds"] == [1]:
+            raise RuntimeError("no memory [left]")
+        return real(**arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sj, "generate", broken)
+        assert runs() == 1
+    assert runs.statuses == ["done", "failed", "done", "done", "failed", "done"]
+    assert len(runs.records) == 4
+    failed = [entry for entry in runs.header["cells"].values() if entry["status"] == "failed"]
+    assert "no memory" in failed[0]["error"] and "Traceback" in failed[0]["error"]
+    assert "failed: <1,1> far, naive_sampling, greedy: RuntimeError: no memory [left]" in capsys.readouterr().out
+    assert "## Failed cells" in (runs.out / "report.md").read_text()
+
+    assert runs() == 0
+    assert runs.statuses == ["done"] * 6 and len(runs.records) == 6
+    order = [row["cell"] for row in runs.summary]
+    assert order == list(runs.header["cells"])  # the config's order, not the order of finishing
+    assert "Failed cells" not in (runs.out / "report.md").read_text()
+
+
+def test_an_interrupt_keeps_what_is_finished(runs, monkeypatch, capsys):
+    runs.write(SEEDS, ["far"], 'drafts = ["far"]', num_prompts=1)
+    real = sj.generate
+
+    def interrupted(**arguments):
+        if arguments["drafts"] and arguments["seeds"] == [2]:
+            raise KeyboardInterrupt
+        return real(**arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sj, "generate", interrupted)
+        assert runs() == 130
+    assert "the same command goes on from here" in capsys.readouterr().out
+    assert len(runs.records) == 2 and (runs.out / "report.md").exists()
+    assert runs() == 0 and len(runs.records) == 6
+
+
+def stub_library(monkeypatch, step_seconds: float, first_call_seconds: float, tokens_per_step) -> None:
+    """A library whose calls take known times: case B38's stub, slow when it is called with a new shape."""
+    seen = set()
+
+    def generate(*, prompts, drafts, max_new_tokens, **_):
+        began = time.perf_counter()
+        shape = len(prompts), len(drafts)
+        time.sleep(0 if shape in seen else first_call_seconds)
+        seen.add(shape)
+        per_step = tokens_per_step if drafts else 1
+        rounds, left = [], max_new_tokens - 1
+        while left:
+            emitted = min(per_step, left)
+            rounds.append(
+                SimpleNamespace(
+                    drafted=4 * len(drafts),
+                    accepted=min(per_step - 1, emitted),
+                    emitted=emitted,
+                    drafted_by_depth=(4,) * len(drafts),
+                )
+            )
+            left -= emitted
+        prefilled = time.perf_counter()
+        time.sleep(step_seconds * len(rounds))
+        return SimpleNamespace(
+            tokens=[[1] * max_new_tokens for _ in prompts],
+            finish_reasons=["length" for _ in prompts],
+            rounds=[rounds for _ in prompts],
+            stats=SimpleNamespace(
+                prefill_seconds=prefilled - began, decode_seconds=time.perf_counter() - prefilled + (prefilled - began)
+            ),
+        )
+
+    monkeypatch.setattr(sj, "generate", generate)
+
+
+def test_the_first_call_is_outside_the_timing(runs, monkeypatch):
+    """Case B38: 10 ms a step and 200 ms for the first call of each shape; only the steps are reported."""
+    stub_library(monkeypatch, 0.010, 0.200, tokens_per_step=2)
+    runs.write("product.decode.tree = [[2, 1]]", ["far"], 'drafts = ["far"]', max_new_tokens=9, batch_size=2, repeats=2)
+    assert runs() == 0
+    rows = runs.records
+    for row in rows:
+        batch_rows = 2 if row["prompt"] < 2 else 1
+        assert len(row["decode_seconds"]) == 2
+        for seconds in row["decode_seconds"]:
+            assert 0.04 / batch_rows <= seconds < 0.15 / batch_rows
+        for seconds in row["baseline_decode_seconds"]:
+            assert 0.08 / batch_rows <= seconds < 0.19 / batch_rows
+    (summary,) = runs.summary
+    assert 1.3 < float(summary["speedup"]) < 2.6
+
+
+def test_a_hostile_draft_is_reported_as_slower(runs, monkeypatch, tmp_path):
+    """Case B38: nothing accepted, and a speed below 1.00x, with drafted, accepted, steps and time side by side."""
+    target = sj.load_model(runs.zoo / "target")
+    monkeypatch.setattr(
+        run,
+        "_load_model",
+        lambda path, attention, dtype: sj.testing.hostile(target) if path.endswith("far") else target,
+    )
+    runs.write("product.decode.tree = [[2, 2, 1, 1]]", ["far"], 'drafts = ["far"]', max_new_tokens=40, repeats=3)
+    assert runs() == 0
+    (summary,) = runs.summary
+    assert summary["accepted"] == "0" and int(summary["drafted"]) == 3 * 39 * 14
+    assert float(summary["tokens_per_step"]) == 1.0 and float(summary["speedup"]) < 1.0
+    report = (runs.out / "report.md").read_text()
+    header = "| method | SSMs | drafted | accepted | steps | tokens/step | decode s | tokens/s | speed-up | text |"
+    assert header in report and f"{float(summary['speedup']):.2f}x" in report
+
+
+def test_a_call_that_compiled_is_not_counted():
+    calls = []
+
+    @jax.jit
+    def work(x):
+        return x + 1
+
+    def call():
+        calls.append(1)
+        return work(jnp.zeros(3 if len(calls) < 3 else 4)).block_until_ready()
+
+    call()
+    assert run._without_compiling(call).shape == (3,) and len(calls) == 2
+    assert run._without_compiling(call).shape == (4,) and len(calls) == 4
+    with pytest.raises(RuntimeError, match="compiles every time"):
+        run._without_compiling(lambda: jax.jit(lambda x: x * 2)(jnp.zeros(len(calls))))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set", "models.target='nowhere'"], ["no config.json in", "nowhere"]),
+        (["--set", "run.prompts='nowhere.jsonl'"], ["run.prompts: cannot read", "nowhere.jsonl"]),
+        (["--set", "run.num_prompts=99"], ["run.num_prompts: 99 asked for"]),
+        (["--set", "decode.verifier='multistep'"], ["<2,1>: unknown verifier 'multistep'", "'multi_step'"]),
+        (["--set", "decode.verifier='multi_step'"], ["<2,1>:", "multi_step", "deterministic"]),
+        (["--set", "decode.draft_mode='topk'"], ["unknown draft_mode 'topk'", "'top_k'"]),
+        (["--set", "run.max_new_tokens=9999"], ["<2,1>: prompts[0]", "context of 256"]),
+        (["--set", "sweep.product.decode.tree=[[2], []]"], ["at decode.tree=[]: decode.tree: drafts need a tree"]),
+        (["--set", "sweep.product.decode.tree=[[0]]"], ["decode.tree: ", "entry 0 is 0"]),
+        (["--set", "decode.drafts=[]"], ["a tree needs a draft model"]),
+        (["--set", "decode.temprature=1"], ["decode.temprature: unknown key; did you mean decode.temperature?"]),
+        (["--set", "models.attention='flash'"], ["flash"]),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(runs, capsys, monkeypatch, arguments, words):
+    monkeypatch.setattr(sj, "generate", lambda **_: pytest.fail("something ran"))
+    runs.write("product.decode.tree = [[2, 1]]", ["far"], 'drafts = ["far"]')
+    assert runs(*arguments) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and not runs.out.exists()
+    for word in words:
+        assert word in message
+
+
+def test_missing_weights_are_an_error_for_people(runs, capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/config.json").write_bytes((runs.zoo / "target/config.json").read_bytes())
+    (tmp_path / "empty/tokenizer.json").write_bytes((runs.zoo / "target/tokenizer.json").read_bytes())
+    runs.write("product.decode.tree = [[]]", ())
+    assert runs("--set", f"models.target='{tmp_path / 'empty'}'") == 2
+    assert "safetensors" in capsys.readouterr().err

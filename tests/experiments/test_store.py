@@ -1,0 +1,105 @@
+"""A run's directory survives kills, and never mixes two runs (case B40)."""
+
+import json
+import multiprocessing
+
+import pytest
+
+from experiments import store
+from experiments.config import ConfigError
+
+HEADER = {"config": {"decode": {"temperature": 0.0}}, "inputs": {"device": "cpu"}}
+CELLS = {"one": {"rows": 2}, "two": {"rows": 2}}
+
+
+def rows(cell: str) -> list[dict]:
+    return [{"cell": cell, "prompt": number, "value": f"{cell}{number}"} for number in range(2)]
+
+
+@pytest.fixture
+def opened(tmp_path):
+    return lambda header=HEADER: store.opened(tmp_path / "run", header, CELLS, {"started": "now"})
+
+
+def read(tmp_path) -> list[dict]:
+    return [json.loads(line) for line in (tmp_path / "run/records.jsonl").read_text().splitlines()]
+
+
+def test_finished_cells_are_there_again(opened, tmp_path):
+    with opened() as first:
+        assert first.rows == []
+        first.append("one", rows("one"))
+        first.mark("two", "failed", "Traceback\nValueError: no")
+    header = json.loads((tmp_path / "run/run.json").read_text())
+    assert {cell: entry["status"] for cell, entry in header["cells"].items()} == {"one": "done", "two": "failed"}
+    assert store.reason(header["cells"]["two"]) == "ValueError: no"
+    before = (tmp_path / "run/records.jsonl").read_bytes()
+    with opened() as second:
+        assert second.rows == rows("one")
+        assert {cell: entry["status"] for cell, entry in second.header["cells"].items()} == {
+            "one": "done",
+            "two": "pending",  # failed cells are tried again
+        }
+        assert len(second.header["sessions"]) == 2
+    assert (tmp_path / "run/records.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("torn", ['{"cell": "two", "pro', '{"cell": "two", "prompt": 0, "value": "two0"}\n', "\0\0\0"])
+def test_what_a_kill_left_of_a_cell_is_dropped(opened, tmp_path, torn):
+    with opened() as first:
+        first.append("one", rows("one"))
+    with open(tmp_path / "run/records.jsonl", "a") as file:
+        file.write(torn)
+    with opened() as second:
+        assert second.rows == rows("one") == read(tmp_path)
+        second.append("two", rows("two"))
+    assert read(tmp_path) == rows("one") + rows("two")
+
+
+def test_rows_are_unique_even_if_a_file_was_pasted_together(opened, tmp_path):
+    with opened() as first:
+        first.append("one", rows("one"))
+    path = tmp_path / "run/records.jsonl"
+    path.write_text(path.read_text() * 2)
+    with opened() as second:
+        assert second.rows == rows("one") == read(tmp_path)
+
+
+def test_another_config_or_device_is_refused_and_nothing_is_touched(opened, tmp_path):
+    with opened() as first:
+        first.append("one", rows("one"))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    hot = {**HEADER, "config": {"decode": {"temperature": 1.0}}}
+    elsewhere = {**HEADER, "inputs": {"device": "gpu"}}
+    with pytest.raises(ConfigError, match=r"decode.temperature was 0.0, is 1.0.*choose another --out"), opened(hot):
+        pass
+    with pytest.raises(ConfigError, match='inputs.device was "cpu", is "gpu"'), opened(elsewhere):
+        pass
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_records_of_unknown_origin_are_refused(opened, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/records.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="records.jsonl without run.json"), opened():
+        pass
+
+
+def _try_to_open(path, answers):
+    try:
+        with store.opened(path, HEADER, CELLS, {}):
+            answers.put("opened")
+    except ConfigError as error:
+        answers.put(str(error))
+
+
+def test_two_processes_cannot_work_on_one_run(opened, tmp_path):
+    spawn = multiprocessing.get_context("spawn")
+    answers = spawn.Queue()
+    with opened():
+        process = spawn.Process(target=_try_to_open, args=(tmp_path / "run", answers))
+        process.start()
+        assert "another process is working on this run" in answers.get(timeout=60)
+        process.join()
+    with opened():
+        pass
