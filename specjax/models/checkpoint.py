@@ -15,6 +15,7 @@ import safetensors
 import safetensors.numpy
 from flax import nnx
 
+from pallas_kernels.tree_attention import TreeAttention
 from specjax.models.config import DecoderConfig, from_hugging_face, to_hugging_face
 from specjax.models.decoder import abstract_decoder, make_model
 from specjax.types import Model, PyTree
@@ -126,7 +127,7 @@ def _check_tensors(
     return home, problems
 
 
-def load_model(path: str | Path, *, attention: str | None = None, dtype: str = "float32") -> Model:
+def load_model(path: str | Path, *, attention: str | TreeAttention | None = None, dtype: str = "float32") -> Model:
     """Read a model from a Hugging Face directory.
 
     Where an index exists it alone says which files hold weights; files it does not name are ignored. EOS ids come from
@@ -134,7 +135,8 @@ def load_model(path: str | Path, *, attention: str | None = None, dtype: str = "
 
     Args:
       path: the directory.
-      attention: the tree attention implementation to use; None takes the default.
+      attention: the tree attention to use, the name of an implementation or a function of the same signature; None
+        picks one for the device. A named one that cannot run raises when the model does.
       dtype: what the weights and the cache are kept in, whatever they are stored in.
 
     Raises:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention import IMPLEMENTATIONS, TreeAttention, tree_attention
 from specjax.cache import KVCache
 from specjax.models.config import DecoderConfig
 from specjax.models.product import product
@@ -121,13 +121,19 @@ def _rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 
 @functools.lru_cache
 def decoder_functions(
-    config: DecoderConfig, attention: str | None, dtype: str
+    config: DecoderConfig, attention: str | TreeAttention | None, dtype: str
 ) -> tuple[Forward, Callable[[int, int], KVCache]]:
     """``forward`` and ``init_cache`` of an architecture.
 
     Made once per argument, since compiled code is reused by the identity of these functions.
+
+    Raises:
+      ValueError: no attention implementation has this name.
     """
+    if isinstance(attention, str) and attention not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown attention implementation {attention!r}; known are {', '.join(IMPLEMENTATIONS)}")
     graph, _ = abstract_decoder(config)
+    over_tree = attention if callable(attention) else functools.partial(tree_attention, implementation=attention)
 
     def attend(layer: int, weights: SelfAttention, x: jax.Array, positions: jax.Array, mask: TreeMask, cache: KVCache):
         batch, rows, _ = x.shape
@@ -136,7 +142,7 @@ def decoder_functions(
         v = weights.v_proj(x).reshape(batch, rows, config.num_kv_heads, config.head_dim)
         q, k = _rotate(q, positions, config.rope_theta), _rotate(k, positions, config.rope_theta)
         cache = cache.append(layer, k.swapaxes(1, 2), v.swapaxes(1, 2))
-        out = tree_attention(
+        out = over_tree(
             q,
             cache.k[layer],
             cache.v[layer],
@@ -144,7 +150,6 @@ def decoder_functions(
             cache.v_tree[layer],
             prefix_lengths=mask.prefix_lengths,
             tree_mask=mask.tree_mask,
-            implementation=attention,
         )
         return weights.o_proj(out.reshape(batch, rows, -1)), cache
 
@@ -187,7 +192,7 @@ def make_model(
     config: DecoderConfig,
     params: PyTree,
     *,
-    attention: str | None = None,
+    attention: str | TreeAttention | None = None,
     dtype: str = "float32",
     eos_ids: tuple[int, ...] = (),
     directory: str | None = None,
@@ -202,7 +207,7 @@ def init_model(
     config: DecoderConfig,
     key: jax.Array,
     *,
-    attention: str | None = None,
+    attention: str | TreeAttention | None = None,
     dtype: str = "float32",
     eos_ids: tuple[int, ...] = (),
 ) -> Model:
