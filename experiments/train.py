@@ -74,6 +74,7 @@ class Zoo:
     vocab_size: int = configs.setting(low=257)
     max_positions: int = configs.setting(low=1)
     slices: int = configs.setting(low=1)  # the training files are dealt into so many
+    source: str | None = None  # folder of Python files to learn from; none is the interpreter's standard library
     seed: int = 0
     held_out_windows: int = configs.setting(64, low=1)  # sequences of held-out text that losses are measured on
     evaluate_every: int = configs.setting(100, low=1)  # steps
@@ -327,7 +328,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         zoo = configs.load(Zoo, options.config, options.overrides)
         if options.only is not None and options.only not in zoo.models:
             raise ValueError(f"--only: expected one of {', '.join(zoo.models)}, got {options.only!r}")
-        corpus = corpora.load(configs.resolve(zoo.work) / "corpus", vocab_size=zoo.vocab_size, slices=zoo.slices)
+        corpus = corpora.load(
+            configs.resolve(zoo.work) / "corpus",
+            vocab_size=zoo.vocab_size,
+            slices=zoo.slices,
+            root=None if zoo.source is None else configs.resolve(zoo.source),
+        )
         for name in zoo.models if options.only is None else [options.only]:
             params = train_one(zoo, name, corpus, console)
             save_model(
