@@ -9,8 +9,9 @@ import numpy as np
 
 import specjax as sj
 from specjax.models import DecoderConfig, init_model
+from specjax.sampling import Streams, fold_in
 from specjax.testing import context_model, fresh_logits
-from specjax.types import Model
+from specjax.types import Model, RoundKeys
 
 TINY = DecoderConfig(
     vocab_size=64,
@@ -24,7 +25,7 @@ TINY = DecoderConfig(
 )
 
 # Room for every topology the tests draft: topologies padded to it share one executable per drafter and batch size.
-BOUNDS = sj.TreeShape(num_nodes=24, widths=(1, 4, 6, 6), arities=(4, 3, 2, 2))
+BOUNDS = sj.TreeShape(num_nodes=24, widths=(1, 4, 6, 6), arities=(4, 3, 3, 2))
 VOCAB = 16
 PERFECT, HOSTILE, MIXED = 0, 1, 2
 
@@ -101,5 +102,11 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def logits_after(model: Model, tokens: Sequence[int], padded: int = 64) -> np.ndarray:
-    """Logits [V] after a text: one whole pass without a cache, padded behind so that all lengths share an executable."""
+    """Logits [V] after a text: one whole pass without a cache, padded behind so that lengths share an executable."""
     return fresh_logits(model, [*tokens, *[0] * (padded - len(tokens))])[len(tokens) - 1]
+
+
+def round_keys(seeds: Sequence[int], lengths: Sequence[int]) -> RoundKeys:
+    """The randomness of a round of requests with these seeds and lengths."""
+    streams, lengths = Streams.from_seeds(jnp.asarray(seeds, jnp.uint32)), jnp.asarray(lengths, jnp.int32)
+    return RoundKeys(fold_in(streams.draft, lengths), fold_in(streams.path, lengths), streams.emit, lengths)

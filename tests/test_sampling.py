@@ -118,6 +118,7 @@ def test_half_precision_logits_are_warped_in_float32():
         (sj.Warp(1.0, 0, 0.0), "Warp.top_p must be"),
         (sj.Warp(1.0, 0, 1.1), "Warp.top_p must be"),
         (sj.Warp(1.0, 0, float("nan")), "Warp.top_p must be"),
+        (stack_warps([sj.Warp(0.0), sj.Warp(1.0)]), "Warp.temperature must be"),
     ],
 )
 def test_bad_warps_name_the_field(warp, message):
@@ -126,7 +127,7 @@ def test_bad_warps_name_the_field(warp, message):
 
 
 def test_good_warps_pass():
-    for warp in (sj.Warp(), sj.Warp(0), sj.Warp(0.5, 3, 0.5), stack_warps([sj.Warp(0.0), sj.Warp(1.0)])):
+    for warp in (sj.Warp(), sj.Warp(0), sj.Warp(0.5, 3, 0.5), sj.Warp(np.float32(0.5), np.int64(3))):
         check_warp(warp)
 
 
