@@ -1,7 +1,7 @@
 """From what a caller writes to what runs: everything is checked here, on the host, before anything is compiled."""
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -56,20 +56,26 @@ def prepare(
     drafter = make_drafter(drafts, tree, draft_mode)
     verifier = _verifier(verifier, drafter, allow_lossy)
     tokens, lengths = _prompts(prompts, target)
-    budgets = np.array(_per_prompt("max_new_tokens", max_new_tokens, len(prompts)))
-    if budgets.dtype.kind not in "iu" or np.any(budgets < 0):
+    budgets = _per_prompt("max_new_tokens", max_new_tokens, len(prompts))
+    if any(isinstance(budget, bool) or budget < 0 for budget in budgets):
         raise ValueError(f"max_new_tokens must be an integer >= 0, or one per prompt; got {max_new_tokens!r}")
+    budgets = np.array(budgets)
     _check_room(target, drafter, lengths, budgets)
     capacity = CHUNK
     while capacity < np.max(lengths + budgets):
         capacity *= 2
     warps = _per_prompt("warp", Warp(0.0) if warp is None else warp, len(prompts), Warp)
+    for row in warps:
+        check_warp(row)
     if draft_warp is None:
         draft_warp = [Warp(row.temperature or 1.0) for row in warps]
     draft_warps = _per_prompt("draft_warp", draft_warp, len(prompts), Warp)
-    for row in (*warps, *draft_warps):
+    for row in draft_warps:
         check_warp(row)
     stops = target.eos_ids if eos_ids is None else eos_ids
+    if not isinstance(stops, Iterable):
+        raise ValueError(f"eos_ids must be a list of token ids; got {eos_ids!r}")
+    stops = list(stops)
     if not all(isinstance(stop, int | np.integer) and 0 <= stop < target.vocab_size for stop in stops):
         raise ValueError(f"eos_ids must be token ids in [0, {target.vocab_size}); got {stops!r}")
     padded_stops = [*stops, *[-1] * (-len(stops) % 8 if stops else 8)]  # a handful of sizes, not one per list
@@ -106,6 +112,8 @@ def make_drafter(
     """
     if isinstance(drafts, Model | Drafter):
         raise ValueError("drafts is a sequence of models or Drafters; for one, write drafts=[draft]")
+    if not isinstance(drafts, Sequence):
+        raise ValueError(f"drafts is {drafts!r}; expected a sequence of models or Drafters, () for none")
     for index, draft in enumerate(drafts):
         if not isinstance(draft, Model | Drafter):
             raise ValueError(f"drafts[{index}] is a {type(draft).__name__}; expected a Model or a Drafter")
@@ -127,7 +135,10 @@ def make_drafter(
         elif isinstance(tree, Topology):
             parts += [] if lone_root else [ssm(draft, tree, DRAFT_MODES[draft_mode])]
         else:
-            parts.append(tree(draft, DRAFT_MODES[draft_mode]))
+            built = tree(draft, DRAFT_MODES[draft_mode])
+            if not isinstance(built, Drafter):
+                raise ValueError(f"the builder given as tree returned a {type(built).__name__}; expected a Drafter")
+            parts.append(built)
     if not parts:
         return NO_DRAFT
     return parts[0] if len(parts) == 1 else ensemble(parts)
@@ -150,14 +161,17 @@ def _verifier(verifier: str | Verifier, drafter: Drafter, allow_lossy: bool) -> 
 
 def _prompts(prompts: Sequence[Sequence[int]], target: Model) -> tuple[np.ndarray, np.ndarray]:
     """Right-padded prompts [B, longest] and their lengths [B]."""
-    if isinstance(prompts, str) or not len(prompts):
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, str) or not len(prompts):
         raise ValueError("prompts must be a non-empty list of token-id lists")
     for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str | int | np.integer):
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
             raise ValueError(f"prompts[{index}] is {prompt!r}; expected a list of token ids (see load_tokenizer)")
         if not len(prompt):
             raise ValueError(f"prompts[{index}] is empty; a prompt needs at least one token")
-        ids = np.asarray(prompt)
+        try:
+            ids = np.asarray(prompt)
+        except ValueError:  # rows of unequal length
+            ids = np.asarray(prompt, object)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"prompts[{index}] must be a flat list of integer token ids; got {ids.dtype} {ids.shape}")
         if ids.min() < 0 or ids.max() >= target.vocab_size:
@@ -216,5 +230,5 @@ def _seeds(seeds: int | None | Sequence[int | None], count: int) -> list[int]:
 
 
 def _nearest(name: str, known) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(str(name), known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; expected one of {sorted(known)}"
