@@ -148,7 +148,7 @@ def tree_attention(
     )
 
 
-def _function(implementation: str, config: Config | None) -> Callable[..., jax.Array]:
+def _function(implementation: str, config: Config) -> Callable[..., jax.Array]:
     # Mosaic is imported where it is needed: it takes a second that a CPU has no use for.
     if implementation == "mosaic_gpu":
         from pallas_kernels.tree_attention import mosaic_gpu

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.experimental.pallas as pl
@@ -31,6 +32,21 @@ def swizzle_bytes(head_dim: int) -> int:
     return next(width for width in (128, 64, 32) if head_dim * 2 % width == 0)
 
 
+def _add_product(accumulator: jax.Array, a, b) -> jax.Array:
+    """accumulator + a @ b, in the accumulator's own registers."""
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(accumulator))
+
+
+def _add_product_interpreted(accumulator: jax.Array, a, b) -> jax.Array:
+    """The same for the interpreter, which knows no accumulator that starts with a value."""
+
+    def product(ref):
+        plgpu.wgmma(ref, a, b)
+        return ref[...]
+
+    return accumulator + pl.run_scoped(product, plgpu.ACC(accumulator.shape, jnp.float32))
+
+
 def _body(
     plan_ref,  # [3, B] int32: first block, number of blocks, length
     q_ref,  # [B, Hkv, rows, D]
@@ -54,13 +70,15 @@ def _body(
     *,
     splits: int,
     windowed: bool,
+    add_product: Callable[..., jax.Array],
 ):
     warpgroups, _, head_dim = q_smem.shape
     stages, keys, _ = k_smem.shape
     words, nodes = seen_ref.shape[1] - 1, seen_ref.shape[2]
     tree_steps = k_tree_ref.shape[2] // TREE_KEYS
     scale = head_dim**-0.5 * LOG2_E
-    columns = head_dim if head_dim % 64 else 64  # of a product with values; more at once would not fit the registers
+    columns = min(head_dim, 128)  # of one product with values
+    cleaned = head_dim if head_dim % 64 else 64  # columns that one pass of cleaning values holds in registers
     dtype = q_smem.dtype
 
     batch, head = jax.lax.axis_index("batch"), jax.lax.axis_index("head")
@@ -75,7 +93,8 @@ def _body(
 
     @pl.when(warpgroup == warpgroups)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        if warpgroups == 2:
+            plgpu.set_max_registers(40, action="decrease")
 
         def into(step, k, v, rows):
             slot = jax.lax.rem(step, stages)
@@ -104,7 +123,8 @@ def _body(
 
     @pl.when(warpgroup < warpgroups)
     def _():
-        plgpu.set_max_registers(232 if warpgroups == 2 else 240, action="increase")
+        if warpgroups == 2:
+            plgpu.set_max_registers(232, action="increase")
         tile = jax.lax.axis_index("tile") * warpgroups + warpgroup
         rows = pl.ds(tile * GPU_ROWS, GPU_ROWS)
         q_own = q_smem.at[warpgroup]
@@ -145,16 +165,10 @@ def _body(
             return own_weights, v, slot, mixed, decay, maximum, total
 
         def mix(own_weights, v, slot, mixed, decay, maximum, total):
-            def product(accumulator, start):
-                plgpu.wgmma(accumulator, own_weights, v.at[:, pl.ds(start, columns)])
-                return accumulator[...]
-
             parts = []
             for index, part in enumerate(mixed):
-                fresh = pl.run_scoped(
-                    functools.partial(product, start=index * columns), plgpu.ACC((GPU_ROWS, columns), jnp.float32)
-                )
-                parts.append(part * jax.lax.broadcast_in_dim(decay, part.shape, [0]) + fresh)
+                part = part * jax.lax.broadcast_in_dim(decay, part.shape, [0])
+                parts.append(add_product(part, own_weights, v.at[:, pl.ds(index * columns, columns)]))
             plgpu.barrier_arrive(consumed.at[slot])
             return tuple(parts), maximum, total
 
@@ -183,8 +197,8 @@ def _body(
                 @pl.when(warpgroup == 0)
                 def _():
                     for row in range(0, keys, GPU_ROWS):
-                        for column in range(0, head_dim, columns):
-                            chunk = v.at[pl.ds(row, GPU_ROWS), pl.ds(column, columns)]
+                        for column in range(0, head_dim, cleaned):
+                            chunk = v.at[pl.ds(row, GPU_ROWS), pl.ds(column, cleaned)]
                             values = plgpu.load(chunk, layout=plgpu.Layout.WGMMA, optimized=False)
                             index = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
                             chunk[...] = jnp.where(index < length - start - row, values, jnp.zeros_like(values))
@@ -273,11 +287,16 @@ def tree_attention(
     width = swizzle_bytes(head_dim)
     transforms = (plgpu.TilingTransform((8, width // 2)), plgpu.SwizzleTransform(width))
 
-    def smem(*shape: int) -> plgpu.SMEM:
+    def smem(*shape: int):
         return plgpu.SMEM(shape, q.dtype, transforms=transforms)
 
     out, norm = plgpu.kernel(
-        functools.partial(_body, splits=splits, windowed=window is not None),
+        functools.partial(
+            _body,
+            splits=splits,
+            windowed=window is not None,
+            add_product=_add_product_interpreted if config.interpret else _add_product,
+        ),
         out_type=(
             jax.ShapeDtypeStruct((splits, batch, kv_heads, rows, head_dim), q.dtype),
             jax.ShapeDtypeStruct((splits, batch, kv_heads, rows), jnp.float32),

@@ -16,14 +16,17 @@ HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 _MULTIPROCESSORS = {"H20": 78, "H100 PCIe": 114}
 _DEFAULT_MULTIPROCESSORS = 132  # H100 SXM, H200, GH200
 _GPU_STAGES = {64: 4, 80: 4, 96: 4, 128: 4, 256: 2}  # what 227 KiB of shared memory hold beside queries and weights
-_TPU_SCORES = 1 << 18  # scores of one step: 1 MiB, of which three or four copies are alive in 16 MiB of VMEM
+# Shares of the TPU's 16 MiB of vector memory: keys and values take four blocks, scores three or four copies.
+_TPU_BLOCK_BYTES = 1 << 19
+_TPU_SCORES = 1 << 18  # float32
+_TPU_ROW_ELEMENTS = 1 << 16  # query rows times their width
 
 
 class Choice(NamedTuple):
     """What ``implementation=None`` picks for a call."""
 
     implementation: str
-    config: Config | None  # complete; None for an implementation without block sizes
+    config: Config  # complete; empty for an implementation without block sizes
     reason: str
 
 
@@ -43,15 +46,13 @@ def gpu_config(problem: Problem, kind: str) -> Config:
 
 def tpu_config(problem: Problem) -> Config:
     """Block sizes for a TPU: all rows of a KV head in one program, as they share the keys, and blocks that fit."""
-    nodes = tpu_nodes(problem.nodes)
-    tile = min(round_up(problem.group * nodes, max(nodes, 16)), max(512 // (problem.head_dim // 128 or 1), nodes))
-    keys = min(
-        _TPU_SCORES // power_of_two(tile), 2048 * 4 * 64 // (problem.head_dim * jnp.dtype(problem.dtype).itemsize)
-    )
-    return Config(tile, min(keys, round_up(max(problem.capacity, 1), 16)))
+    nodes, width = tpu_nodes(problem.nodes), max(problem.head_dim, 128)  # registers are 128 wide, and so is memory
+    rows = min(round_up(problem.group * nodes, max(nodes, 16)), _TPU_ROW_ELEMENTS // width)
+    keys = min(_TPU_SCORES // power_of_two(rows), _TPU_BLOCK_BYTES // (width * jnp.dtype(problem.dtype).itemsize))
+    return Config(rows, min(keys, round_up(max(problem.capacity, 1), 16)))
 
 
-def complete(name: str, problem: Problem, device: Device, config: Config | None) -> Config | None:
+def complete(name: str, problem: Problem, device: Device, config: Config | None) -> Config:
     """Fill in what ``config`` leaves open. A pure function of shapes, dtype and device.
 
     Raises:
@@ -60,21 +61,23 @@ def complete(name: str, problem: Problem, device: Device, config: Config | None)
     if name not in ("mosaic_gpu", "mosaic_tpu"):
         if config is not None:
             raise ValueError(f"attention implementation {name!r} has no block sizes: pass config=None, got {config}")
-        return None
+        return Config()
     chosen = gpu_config(problem, device.kind) if name == "mosaic_gpu" else tpu_config(problem)
     for field, value in dataclasses.asdict(config or Config()).items():
         if value and field != "interpret":
             chosen = dataclasses.replace(chosen, **{field: value})
     chosen = dataclasses.replace(chosen, interpret=config.interpret if config else False)
-    wrong = _wrong_gpu_config(chosen) if name == "mosaic_gpu" else _wrong_tpu_config(problem, chosen)
+    wrong = _wrong_gpu_config(problem, chosen) if name == "mosaic_gpu" else _wrong_tpu_config(problem, chosen)
     if wrong:
         raise ValueError(f"{name}: {wrong}, got {chosen}")
     return chosen
 
 
-def _wrong_gpu_config(config: Config) -> str | None:
+def _wrong_gpu_config(problem: Problem, config: Config) -> str | None:
     if config.rows not in (64, 128):
         return "rows must be 64 or 128, one or two warpgroups of 64"
+    if config.rows == 128 and problem.head_dim == 256:
+        return "rows must be 64 for head_dim 256, whose accumulators take the registers of two warpgroups"
     if config.keys not in (64, 128):
         return "keys must be 64 or 128"
     if config.splits < 1 or config.stages < 2:
@@ -152,8 +155,8 @@ def choose(problem: Problem, device: Device) -> Choice:
     """The platform's kernel where it can run the problem, else XLA; and why."""
     kernel = _KERNEL_OF.get(device.platform)
     if kernel is None:
-        return Choice("xla", None, f"there is no kernel for {device.platform}: {device.kind}")
+        return Choice("xla", Config(), f"there is no kernel for {device.platform}: {device.kind}")
     why_not = refusal(kernel, problem, device)
     if why_not:
-        return Choice("xla", None, f"{kernel} cannot run: {why_not}")
+        return Choice("xla", Config(), f"{kernel} cannot run: {why_not}")
     return Choice(kernel, complete(kernel, problem, device, None), f"the kernel for {device.platform}: {device.kind}")
