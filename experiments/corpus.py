@@ -101,7 +101,7 @@ def load(folder: Path, *, vocab_size: int, slices: int, root: Path | None = None
             raise ValueError(f"too few Python files ({len(files)}) to fill {slices} slices and a held-out part")
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer = train_tokenizer(training.values(), vocab_size)
-        eos_id = tokenizer.token_to_id(END_OF_TEXT)
+        eos_id = tokenizer.get_vocab()[END_OF_TEXT]
         tokenizer.save(str(folder / "tokenizer.json"))
         for i, texts in enumerate(by_slice):
             np.save(folder / f"slice_{i}.npy", _encode(tokenizer, texts, eos_id))

@@ -232,7 +232,8 @@ def train_one(zoo: Zoo, name: str, corpus: corpora.Corpus, console: rich.console
     with rich.progress.Progress(*columns, console=console) as progress, log.open("a") as lines:
         task = progress.add_task(name, total=run.steps, completed=done)
         while done < run.steps:
-            state, loss = step(state, batch_at(text, done, batch=run.batch, length=run.length, seed=zoo.seed))
+            batch = batch_at(text, done, batch=run.batch, length=run.length, seed=zoo.seed)
+            state, loss = step(state, jnp.asarray(batch))
             losses.append(loss)
             done += 1
             progress.advance(task)

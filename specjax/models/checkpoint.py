@@ -153,6 +153,7 @@ def load_model(path: str | Path, *, attention: str | TreeAttention | None = None
     }
     files, weight_map = _weight_map(directory)
     with _opened(directory, files) as (readers, problems):
+        home: dict[str, str] = {}
         if not problems:
             home, problems = _check_tensors(config, readers, weight_map, expected)
         if problems:

@@ -1,4 +1,4 @@
-"""The Llama forward over one text, in NumPy and float64, from Hugging Face tensors, sharing nothing with the library."""
+"""The Llama forward over one text, in NumPy and float64, from Hugging Face tensors, independent of the library."""
 
 import math
 
