@@ -65,14 +65,13 @@ def test_a_tree_pass_equals_fresh_passes_and_its_commit_a_fresh_prefill(name):
         mask = TreeMask(lengths, jax.vmap(sj.ancestor_mask)(jnp.asarray(moved)))
         positions = lengths[:, None] + depths
         out = passed(model.forward, model.params, jnp.asarray(fed), positions, mask, cache)
-        chosen, longest = [], 0
+        scored, chosen = np.asarray(out.logits), []
         for row, text in enumerate(texts):
             for slot in range(NODES):
                 path = [0, *paths[row][slot]]
                 want = logits_after(model, text + [int(fed[row, at]) for at in path])
-                np.testing.assert_allclose(out.logits[row, slot], want, atol=1e-4)
+                np.testing.assert_allclose(scored[row, slot], want, atol=1e-4)
             chosen.append([0, *paths[row][int(rng.integers(NODES))]])
-            longest = max(longest, depths[row].max())
         counts = np.array([len(path) for path in chosen])
         rows = np.array([path + [0] * (NODES - len(path)) for path in chosen])
         after = committed(out.cache, jnp.asarray(rows), jnp.asarray(counts))

@@ -30,19 +30,20 @@ def random_tree(rng: np.random.Generator, nodes: int, draws: int, rows: int) -> 
         valid[slot] &= valid[parents[slot]]
     tokens = rng.integers(0, 3, nodes)  # few, so that paths meet
     tokens[0] = 1
-    return sj.TokenTree(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.asarray(np.where(valid, parents, rng.choice([-1, 0], nodes)), jnp.int32),
-        depths=jnp.asarray(np.where(valid, depths, 0), jnp.int32),
-        valid=jnp.asarray(valid),
-        draw_tokens=jnp.asarray(rng.integers(0, VOCAB, (nodes, draws)), jnp.int32),
-        draw_valid=jnp.asarray((rng.random((nodes, draws)) < 0.6) & valid[:, None]),
-        draw_source=jnp.zeros(draws, jnp.int32),
-        q=jnp.asarray(rng.dirichlet(np.ones(VOCAB), rows), jnp.float32),
-        q_rows=jnp.asarray(np.where(valid, rng.integers(-1, rows, nodes), -1)[:, None], jnp.int32),
+    tree = sj.TokenTree(
+        tokens=tokens,
+        parents=np.where(valid, parents, rng.choice([-1, 0], nodes)),
+        depths=np.where(valid, depths, 0),
+        valid=valid,
+        draw_tokens=rng.integers(0, VOCAB, (nodes, draws)),
+        draw_valid=(rng.random((nodes, draws)) < 0.6) & valid[:, None],
+        draw_source=np.zeros(draws, int),
+        q=rng.dirichlet(np.ones(VOCAB), rows),
+        q_rows=np.where(valid, rng.integers(-1, rows, nodes), -1)[:, None],
         laws=("iid",),
         max_depth=nodes - 1,
     )
+    return jax.tree.map(lambda field: field.astype({"i": np.int32, "f": np.float32, "b": bool}[field.dtype.kind]), tree)
 
 
 def token_paths(tree: sj.TokenTree) -> dict[int, tuple[int, ...]]:
@@ -52,6 +53,7 @@ def token_paths(tree: sj.TokenTree) -> dict[int, tuple[int, ...]]:
 
 
 def check_merge(trees: list[sj.TokenTree], merged: sj.TokenTree):
+    trees, merged = jax.tree.map(np.asarray, (trees, merged))
     check_tree(merged)
     first_owner: dict[tuple[int, ...], list[int | None]] = {}
     order: list[tuple[int, ...]] = []
@@ -114,21 +116,21 @@ def test_a_batch_merges_row_by_row():
     rng = np.random.default_rng(0)
     rows = [[random_tree(rng, *size) for size in SIZES] for _ in range(3)]
     stacked = [jax.tree.map(lambda *fields: jnp.stack(fields), *(row[index] for row in rows)) for index in range(3)]
-    merged = jax.vmap(merge)(stacked)
+    merged = jax.jit(jax.vmap(merge))(stacked)
     for row in range(3):
         check_merge(rows[row], jax.tree.map(lambda field, row=row: field[row], merged))
 
 
 def test_merging_one_tree_removes_its_own_repeats():
     tree = random_tree(np.random.default_rng(3), *SIZES[0])
-    check_merge([tree], merge([tree]))
+    check_merge([tree], jitted_merge()([tree]))
 
 
 def test_nested_merges_keep_every_source_apart():
     rng = np.random.default_rng(4)
     a, b, c = (random_tree(rng, *size) for size in SIZES)
     inner = jitted_merge()([a, b])
-    merged = merge([inner, c])
+    merged = jitted_merge()([inner, c])
     check_merge([inner, c], merged)
     assert merged.laws == ("iid",) * 3
     assert np.asarray(merged.draw_source).tolist() == [0, 0, 1, 1, 1, 2]
@@ -156,7 +158,7 @@ def small_tree(paths: list[list[int]]) -> sj.TokenTree:
 
 def test_the_example_of_two_drafts():
     """5,7 / 5,8 and 5,7 / 6,7 share 5 and 5,7: five nodes besides the root."""
-    merged = merge([small_tree([[5], [5, 7], [5, 8]]), small_tree([[5], [5, 7], [6], [6, 7]])])
+    merged = jitted_merge()([small_tree([[5], [5, 7], [5, 8]]), small_tree([[5], [5, 7], [6], [6, 7]])])
     assert token_paths(merged) == dict(enumerate([(), (5,), (5, 7), (5, 8), (6,), (6, 7)]))
     assert int(merged.valid.sum()) == 6
     assert merged.parents[:6].tolist() == [-1, 0, 1, 1, 0, 4]
@@ -166,7 +168,7 @@ def test_the_example_of_two_drafts():
 
 
 def test_the_same_token_under_other_parents_is_another_node():
-    merged = merge([small_tree([[5], [5, 7]]), small_tree([[7], [7, 5]])])
+    merged = jitted_merge()([small_tree([[5], [5, 7]]), small_tree([[7], [7, 5]])])
     assert token_paths(merged) == dict(enumerate([(), (5,), (5, 7), (7,), (7, 5)]))
 
 

@@ -95,7 +95,8 @@ def test_the_walk_equals_a_walk_in_python(rule):
     for seed in range(6):
         tree, logits = random_trees(seed)
         keys = round_keys(range(seed, seed + BATCH), np.arange(BATCH) * 3 + 1)
-        acceptance = verify(keys, tree, jnp.asarray(logits), warp)
+        acceptance = jax.device_get(verify(keys, tree, jnp.asarray(logits), warp))
+        tree = jax.device_get(tree)
 
         def law_at(row, node, logits=logits, tree=tree):
             weights = np.exp(logits[row, node] / (0.5 + 0.25 * row))
@@ -119,11 +120,12 @@ def test_the_walk_equals_a_walk_in_python(rule):
 
 def test_rows_of_temperature_zero_walk_along_the_argmax():
     """B05, B06, B09: alone or among sampled rows, ties to the lowest id, whatever rule exact for the draws is used."""
-    tree, logits = random_trees(0)
+    tree, logits = jax.device_get(random_trees(0))
     logits = np.round(logits)  # ties
     for temperatures in (np.zeros(BATCH), np.arange(BATCH) % 2):
         warp = stack_warps([sj.Warp(float(temperature)) for temperature in temperatures])
-        acceptance = jax.jit(traverse(naive_sampling))(round_keys(range(BATCH), range(BATCH)), tree, logits, warp)
+        verify = jax.jit(traverse(naive_sampling))
+        acceptance = jax.device_get(verify(round_keys(range(BATCH), range(BATCH)), tree, logits, warp))
         for row in np.flatnonzero(temperatures == 0):
             law_at = lambda row, node: np.eye(VOCAB)[np.argmax(logits[row, node])]
             path, tokens = walk_by_hand(law_at, row, row, tree, row)
