@@ -1,7 +1,5 @@
 """How often anything is compiled: once per documented bucket, and never for other data."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -29,7 +27,6 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@functools.cache
 def counting(model: Model) -> tuple[Model, list[int]]:
     """The model, and a list that grows by one with each tracing of its forward."""
     traced = []
