@@ -12,13 +12,17 @@ RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INSTALLED := $(VENV)/.installed-$(EXTRAS)
 
+# The compilers of both accelerators live here; in $(VENV) jax would try to start them.
+KERNELS := build/kernels
+JAX_VERSION = $(shell sed -n 's/^jax==//p' constraints.txt)
+
 # Each candidate is run, not only looked up: a pyenv shim exists also for versions that are not selected, and Debian
 # ships a Python without ensurepip.
 CANDIDATES = python3.12 python3.13 python3.14 python3 python "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[2-4]*/bin/python
 PROBE := import ensurepip, sys, venv; sys.exit(not (3, 12) <= sys.version_info < (3, 15))
 NO_PYTHON := Found no Python 3.12 to 3.14 with venv: install one (apt install python3-venv on Debian 13 or Ubuntu 24.04, brew install python@3.12 on macOS, pyenv install 3.12 elsewhere) and run make again.
 
-.PHONY: help quickstart test lint zoo bench clean
+.PHONY: help quickstart test lint zoo bench kernels device clean
 .DELETE_ON_ERROR:
 
 help:
@@ -41,6 +45,12 @@ zoo: $(INSTALLED)  ## train the models that ship again, from nothing
 bench: $(INSTALLED)  ## time a round against its bare forwards
 	$(RUN) -m experiments.bench
 
+kernels: $(KERNELS)/.installed  ## compile the GPU and TPU kernels ahead of time, without a device
+	JAX_PLATFORMS=cpu $(KERNELS)/bin/python -m experiments.kernels
+
+device: $(INSTALLED)  ## on a GPU or TPU: check and time the kernels
+	$(RUN) -m experiments.device
+
 clean:  ## remove the environment and caches; results in runs/ stay
 	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -60,4 +70,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(VENV)/.group-%: $(INSTALLED)
 	$(INSTALL) --group $*
+	@touch $@
+
+$(KERNELS)/.installed: constraints.txt | $(INSTALLED)
+	$(RUN) -m venv $(KERNELS)
+	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  'jax[tpu]' jax-cuda13-plugin==$(JAX_VERSION) jax-cuda13-pjrt==$(JAX_VERSION) absl-py flatbuffers
 	@touch $@

@@ -1,7 +1,6 @@
 """The one entry point: shape checks, then the implementation asked for by name or picked for the device."""
 
 import functools
-from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -136,26 +135,35 @@ def tree_attention(
         if why_not:
             raise ValueError(f"attention implementation {implementation!r} cannot run this call: {why_not}")
     config = plan.complete(implementation, problem, device, config)
-    return _function(implementation, config)(
-        q,
-        k_cache,
-        v_cache,
-        k_tree,
-        v_tree,
-        prefix_lengths=prefix_lengths,
-        tree_mask=tree_mask,
-        window=window,
+    arrays = q, k_cache, v_cache, k_tree, v_tree
+    if implementation == "reference":
+        return reference.tree_attention(*arrays, prefix_lengths=prefix_lengths, tree_mask=tree_mask, window=window)
+    if implementation == "xla":
+        return xla.tree_attention(*arrays, prefix_lengths=prefix_lengths, tree_mask=tree_mask, window=window)
+    return _kernel(implementation, window, config, arrays, prefix_lengths, tree_mask)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _kernel(name, window, config, arrays, prefix_lengths, tree_mask) -> jax.Array:
+    # Imported where they are needed: Mosaic takes a second that a CPU has no use for.
+    if name == "mosaic_gpu":
+        from pallas_kernels.tree_attention import mosaic_gpu as kernel
+    else:
+        from pallas_kernels.tree_attention import mosaic_tpu as kernel
+    return kernel.tree_attention(
+        *arrays, prefix_lengths=prefix_lengths, tree_mask=tree_mask, window=window, config=config
     )
 
 
-def _function(implementation: str, config: Config) -> Callable[..., jax.Array]:
-    # Mosaic is imported where it is needed: it takes a second that a CPU has no use for.
-    if implementation == "mosaic_gpu":
-        from pallas_kernels.tree_attention import mosaic_gpu
+def _forward(name, window, config, arrays, prefix_lengths, tree_mask):
+    return _kernel(name, window, config, arrays, prefix_lengths, tree_mask), (arrays, prefix_lengths, tree_mask)
 
-        return functools.partial(mosaic_gpu.tree_attention, config=config)
-    if implementation == "mosaic_tpu":
-        from pallas_kernels.tree_attention import mosaic_tpu
 
-        return functools.partial(mosaic_tpu.tree_attention, config=config)
-    return reference.tree_attention if implementation == "reference" else xla.tree_attention
+def _backward(name, window, config, inputs, cotangent):
+    """Gradients are XLA's: the kernels serve decoding, and training through them only has to be right."""
+    arrays, prefix_lengths, tree_mask = inputs
+    attend = functools.partial(xla.tree_attention, prefix_lengths=prefix_lengths, tree_mask=tree_mask, window=window)
+    return jax.vjp(attend, *arrays)[1](cotangent), None, None
+
+
+_kernel.defvjp(_forward, _backward)

@@ -32,19 +32,20 @@ def swizzle_bytes(head_dim: int) -> int:
     return next(width for width in (128, 64, 32) if head_dim * 2 % width == 0)
 
 
-def _add_product(accumulator: jax.Array, a, b) -> jax.Array:
+def _add_product(accumulator, a, b):
     """accumulator + a @ b, in the accumulator's own registers."""
     return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(accumulator))
 
 
-def _add_product_interpreted(accumulator: jax.Array, a, b) -> jax.Array:
+def _add_product_interpreted(accumulator, a, b):
     """The same for the interpreter, which knows no accumulator that starts with a value."""
 
     def product(ref):
         plgpu.wgmma(ref, a, b)
         return ref[...]
 
-    return accumulator + pl.run_scoped(product, plgpu.ACC(accumulator.shape, jnp.float32))
+    rows, columns = accumulator.shape
+    return accumulator + pl.run_scoped(product, plgpu.ACC((rows, columns), jnp.float32))
 
 
 def _body(
@@ -285,7 +286,10 @@ def tree_attention(
     seen = jnp.tile(seen, (1, 1, max(GPU_ROWS // nodes, 1)))
 
     width = swizzle_bytes(head_dim)
-    transforms = (plgpu.TilingTransform((8, width // 2)), plgpu.SwizzleTransform(width))
+    transforms = (  # jax registers the methods that the type checker misses
+        plgpu.TilingTransform((8, width // 2)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(width),  # pyright: ignore[reportAbstractUsage]
+    )
 
     def smem(*shape: int):
         return plgpu.SMEM(shape, q.dtype, transforms=transforms)
