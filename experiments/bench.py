@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 import time
@@ -42,19 +43,25 @@ def timed(run: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def bare_forward(model: Model, *, rows: int, tree_rows: int, prefix: int, capacity: int) -> Callable[[], float]:
-    """Seconds of one forward of ``rows`` rows, the last of ``tree_rows`` uncommitted ones, and nothing else."""
+def bare_forward(
+    model: Model, *, rows: int, tree_rows: int, prefix: int, capacity: int, last_only: bool = False
+) -> Callable[[], float]:
+    """Seconds of one forward of ``rows`` rows, the last of ``tree_rows`` uncommitted ones, and nothing else.
+
+    ``last_only`` asks for the logits of the last row alone.
+    """
     lengths = jnp.full((1,), prefix, jnp.int32)
     mask = TreeMask(lengths, jnp.ones((1, rows, tree_rows), bool))
     cache = model.init_cache(1, capacity)
     earlier = lambda buffers: tuple(buffer[:, :, : tree_rows - rows] for buffer in buffers)
     cache = dataclasses.replace(cache, k_tree=earlier(cache.k), v_tree=earlier(cache.v), lengths=lengths)
     positions = jnp.full((1, rows), prefix, jnp.int32)
+    wanted = jnp.full((1, 1), rows - 1, jnp.int32) if last_only else None
 
     @jax.jit
     def loop(params, cache):
         def body(_, tokens):
-            logits = model.forward(params, tokens, positions, mask, cache).logits
+            logits = model.forward(params, tokens, positions, mask, cache, rows=wanted).logits
             return tokens + (logits[..., 0] * 0).astype(jnp.int32)  # each waits for the one before
 
         return lax.fori_loop(0, LOOP, body, jnp.ones((1, rows), jnp.int32))
@@ -68,9 +75,7 @@ def round_cost(target: Model, draft: Model, schedule: Sequence[int], *, prompt: 
     plan = prepare(target, [prompt], drafts=[draft], tree=tuple(schedule), max_new_tokens=new_tokens, eos_ids=())
     capacity = plan.inputs[0].shape[1]
     middle = len(prompt) + new_tokens // 2
-    forward = lambda model, rows, tree_rows: bare_forward(
-        model, rows=rows, tree_rows=tree_rows, prefix=middle, capacity=capacity
-    )
+    forward = functools.partial(bare_forward, prefix=middle, capacity=capacity)
 
     def rounds() -> float:
         state = jax.block_until_ready(plan.start())
@@ -78,13 +83,14 @@ def round_cost(target: Model, draft: Model, schedule: Sequence[int], *, prompt: 
         state = jax.block_until_ready(decode.run_decode(plan.spec, plan.params, state))
         return (time.perf_counter() - began) / int(jnp.sum(state.rounds.emitted > 0))
 
-    calls = {"round": rounds, "target": forward(target, shape.num_nodes, shape.num_nodes)}
+    calls = {"round": rounds, "target": forward(target, rows=shape.num_nodes, tree_rows=shape.num_nodes)}
     # The draft is fed what the last round emitted (up to depth + 1 tokens), then every level that has children.
-    calls["draft, emitted tokens"] = forward(draft, shape.depth + 1, shape.depth + 1)
+    emitted = shape.depth + 1
+    calls["draft, emitted tokens"] = forward(draft, rows=emitted, tree_rows=emitted, last_only=True)
     fed = 0
     for level, width in enumerate(shape.widths[1:], 1):
         fed += width
-        calls[f"draft, level {level}"] = forward(draft, width, fed)
+        calls[f"draft, level {level}"] = forward(draft, rows=width, tree_rows=fed)
     return calls
 
 

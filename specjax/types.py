@@ -136,8 +136,8 @@ class Verifier(NamedTuple):
 class Drafter(NamedTuple):
     """A draft source as pure functions over a batch, with the data they work on.
 
-    ``init(params, tokens [B, T], lengths [B]) -> state`` reads right-padded prompts. ``propose(params, keys, state, roots
-    [B], warp) -> (TokenTree, state)`` drafts one tree per row; row i's tree depends on row i alone.
+    ``init(params, tokens [B, T], lengths [B]) -> state`` reads right-padded prompts. ``propose(params, keys, state,
+    roots [B], warp) -> (TokenTree, state)`` drafts one tree per row; row i's tree depends on row i alone.
     ``commit(params, state, emission, hidden) -> state`` learns which tokens were emitted; ``hidden`` is the target's
     [B, N, D] of the scored tree, or None. Every array of the state has a leading batch axis.
 

@@ -37,8 +37,8 @@ def traverse(rule: Callable[..., jax.Array], *, takes_laws: bool = False) -> Cal
 
     From the root down: draw the emitted token from the rule's law, and go on at the child that carries it, until there
     is none. It is a child that counts, however the rule came to the token: what was drafted below a child is
-    independent of that. Only rows of the target's logits that are walked over are warped. ``takes_laws`` is for a rule with a
-    keyword ``laws``, the proposal law of each source.
+    independent of that. Only rows of the target's logits that are walked over are warped. ``takes_laws`` is for a rule
+    with a keyword ``laws``, the proposal law of each source.
     """
 
     def verify(keys: RoundKeys, tree: TokenTree, logits: jax.Array, warp: Warp) -> Acceptance:
