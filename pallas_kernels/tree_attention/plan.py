@@ -13,7 +13,7 @@ from pallas_kernels.tree_attention.problem import MAX_NODES, Config, Device, Pro
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
-_MULTIPROCESSORS = {"H20": 78, "H100 PCIe": 114}
+_MULTIPROCESSORS = {r"\bH20\b": 78, r"\bH100 PCIe\b": 114}
 _DEFAULT_MULTIPROCESSORS = 132  # H100 SXM, H200, GH200
 _GPU_STAGES = {64: 4, 80: 4, 96: 4, 128: 4, 256: 2}  # what 227 KiB of shared memory hold beside queries and weights
 # Shares of the TPU's 16 MiB of vector memory: keys and values take four blocks, scores three or four copies.
@@ -36,7 +36,8 @@ def gpu_config(problem: Problem, kind: str) -> Config:
     rows = GPU_ROWS * (2 if folded > GPU_ROWS and problem.head_dim <= 128 else 1)
     keys = 64
     programs = problem.batch * problem.kv_heads * (round_up(folded, rows) // rows)
-    processors = next((count for name, count in _MULTIPROCESSORS.items() if name in kind), _DEFAULT_MULTIPROCESSORS)
+    known = (count for name, count in _MULTIPROCESSORS.items() if re.search(name, kind))
+    processors = next(known, _DEFAULT_MULTIPROCESSORS)
     # A split that holds less than four blocks costs more in merging than it gains.
     most = max(problem.capacity // (4 * keys), 1)
     return Config(
@@ -118,9 +119,10 @@ def _wrong_dtype(problem: Problem, known: tuple[str, ...], why: str) -> str | No
 def _refuse_gpu(problem: Problem, device: Device, interpreted: bool) -> str | None:
     if not interpreted and not (device.platform in ("gpu", "cuda") and HOPPER.search(device.kind)):
         return f"it needs a Hopper GPU (H100, H200, H20, H800, GH200), this is {device.platform}: {device.kind}"
-    return _wrong_dtype(
-        problem, ("bfloat16", "float16"), " (wgmma would round float32 to TF32 without saying so)"
-    ) or _too_large(problem)
+    wrong = _wrong_dtype(problem, ("bfloat16", "float16"), " (wgmma would round float32 to TF32 without saying so)")
+    if wrong or problem.capacity % 8 == 0:
+        return wrong or _too_large(problem)
+    return f"the cache's rows must be a multiple of 8, the rows of a TMA tile, got {problem.capacity}"
 
 
 def _refuse_tpu(problem: Problem, device: Device, interpreted: bool) -> str | None:
