@@ -223,7 +223,7 @@ def _summed(rule: str | NodeRule, laws: tuple[str, ...], counts: tuple[int, ...]
 
 def _forest(target: Table, drafts: Any, num_draws: Any, law: Any, merge: bool) -> tuple[trees.Forest, list[np.ndarray]]:
     target = [np.asarray(table, np.float64) for table in target]
-    drafts = [drafts] if np.ndim(drafts[0]) == 1 and np.ndim(drafts[0][0]) == 0 else drafts
+    drafts = [drafts] if np.ndim(drafts[0][0]) == 0 else drafts  # one model's first entry is [V]
     drafts = [[np.asarray(table, np.float64) for table in draft] for draft in drafts]
     laws = _per_source(law, str, len(drafts), "law")
     schedule = [_per_source(draws, int, len(drafts), "number of draws at each depth") for draws in num_draws]

@@ -98,11 +98,12 @@ def multi_path_block(tree: TokenTree, target: Rows) -> PathDecision:
         token, law, has_draws = choose(node, p)
         inner = here & ~pinned & has_draws
         room = jnp.maximum(weight[:, None] * p - law, 0).sum(1)
-        # 0 / 0 where the draft is the target so far: then everything is accepted further down.
-        accept = jnp.where(inner, _divide(room, room + 1 - weight, 1), weight)
+        # 0 / 0 where the draft is the target so far: then everything is accepted further down. The brackets keep the
+        # quotient from rounding to more than 1, and with it what is left from falling below 0.
+        accept = jnp.where(inner, _divide(room, room + (1 - weight), 1), weight)
         ratio = _divide(_at(p, token), _at(law, token), 0)
         child, exists = _child(tree, node, token)
-        visited = (node, jnp.where(here, accept, 0), weight, token, pinned & here, inner)
+        visited = (node, jnp.where(here, accept, 0), jnp.where(inner, weight, 0), token, pinned & here, inner)
         below = jnp.where(inner & exists, child, node)
         next_weight = jnp.where(inner, jnp.minimum(1, weight * ratio), weight)
         return (below, next_weight, inner, inner & ~exists), visited
@@ -116,8 +117,7 @@ def multi_path_block(tree: TokenTree, target: Rows) -> PathDecision:
     spread = lambda mass: jnp.zeros(tree.tokens.shape, dtype).at[rows, node].add(mass)
     stop = spread(stop_here)
     pinned_stop = spread(jnp.where(pinned, stop_here, 0))
-    own = lambda value: jnp.where(pinned, 0, value)
-    weights, has_draws = spread(own(weight)), spread(own(inner)) > 0
+    weights, has_draws = spread(weight), spread(inner) > 0
     tokens = jnp.zeros(tree.tokens.shape, jnp.int32).at[rows, node].max(jnp.where(inner, token, 0).astype(jnp.int32))
 
     def residual(nodes: jax.Array) -> jax.Array:
@@ -200,7 +200,7 @@ def traversal(tree: TokenTree, target: Rows) -> PathDecision:
         """What a refused draw leaves of its node's p [B, V] and alpha [B]."""
         left = jnp.maximum(alpha[:, None] * p - law, 0)
         total = left.sum(1)
-        return _normalise(left, p), _divide(total, total + 1 - alpha, 1)
+        return _normalise(left, p), _divide(total, total + (1 - alpha), 1)
 
     def child_of(node: jax.Array, draw: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """A draw's node [B], whether it has one, and one of its own: the i-th copy of a token takes the i-th node."""

@@ -1,0 +1,242 @@
+"""Path rules: joint laws over whole trees, how they are ordered, and the sampler that draws from them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.sampling import Warp
+from specjax.tree import TokenTree
+from specjax.types import RoundKeys
+from specjax.verify.joint import enumerate_trees, joint, node_logits, path_law, target_law, walk_law
+from specjax.verify.measure import for_laws
+from specjax.verify.paths import PATH_RULES, block, multi_path_block, stop_at, traversal, typical
+
+V = 3
+
+
+def random_table(rng: np.random.Generator, levels: int, vocab_size: int = V) -> list[np.ndarray]:
+    return [rng.dirichlet([0.4] * vocab_size, (vocab_size,) * level) for level in range(levels)]
+
+
+def stack(trees: list[TokenTree]) -> TokenTree:
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *trees)
+
+
+@functools.cache
+def compiled(rule, laws=("iid",)):
+    """Where walks end [T, N, V], by a path rule's function or a node rule's name."""
+    by_name = isinstance(rule, str)
+    return jax.jit(functools.partial(walk_law, for_laws(rule, laws)) if by_name else functools.partial(path_law, rule))
+
+
+class Problems:
+    """Random tabular models with all their trees in one batch."""
+
+    def __init__(self, laws, schedule, *, count, merge=False, seed=0, vocab_size=V):
+        rng = np.random.default_rng(seed)
+        depth = len(schedule)
+        self.targets = [random_table(rng, depth + 1, vocab_size) for _ in range(count)]
+        drafts = [[random_table(rng, depth, vocab_size) for _ in laws] for _ in range(count)]
+        self.forests = [enumerate_trees(models, laws, schedule, merge=merge) for models in drafts]
+        self.trees = stack([forest.trees for forest in self.forests])
+        self.logits = np.concatenate(
+            [node_logits(forest.trees, target) for forest, target in zip(self.forests, self.targets, strict=True)]
+        )
+
+    def ends(self, rule) -> np.ndarray:
+        """[T, N, V] where walks end, by a path rule's function or a node rule's name."""
+        with jax.enable_x64(True):
+            return np.asarray(compiled(rule, self.trees.laws)(self.trees, self.logits))
+
+    def averaged(self, rule) -> tuple[float, np.ndarray]:
+        """The worst total variation from the target, and every problem's block efficiency."""
+        parts = np.split(self.ends(rule), np.cumsum([len(forest.probs) for forest in self.forests])[:-1])
+        results = [joint(*case) for case in zip(parts, self.forests, self.targets, strict=True)]
+        variation = [np.abs(r.law - target_law(t)).sum() / 2 for r, t in zip(results, self.targets, strict=True)]
+        return max(variation), np.array([result.block_efficiency for result in results])
+
+
+@functools.cache
+def chains() -> Problems:
+    return Problems(("iid",), [[1], [1]], count=200)
+
+
+def test_the_block_paper_example():
+    """p = (1/3, 2/3), q = (2/3, 1/3), two drafted tokens: 10/9 accepted token by token, 11/9 as a block."""
+    p, q = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
+    everywhere = lambda law, levels: [np.broadcast_to(law, (2,) * level + (2,)) for level in range(levels)]
+    forest = enumerate_trees([everywhere(q, 2)], ("iid",), [[1], [1]])
+    target = everywhere(p, 3)
+    logits = node_logits(forest.trees, target)
+    with jax.enable_x64(True):
+        for rule, accepted in ((block, 11 / 9), (traversal, 11 / 9)):
+            result = joint(np.asarray(compiled(rule)(forest.trees, logits)), forest, target)
+            assert abs(result.block_efficiency - 1 - accepted) < 1e-12
+        result = joint(np.asarray(compiled("multi_step")(forest.trees, logits)), forest, target)
+        assert abs(result.block_efficiency - 1 - 10 / 9) < 1e-12
+
+
+def test_on_a_chain_block_and_traversal_are_one_law_and_beat_token_by_token():
+    problems = chains()
+    np.testing.assert_allclose(problems.ends(block), problems.ends(traversal), atol=1e-12)
+    variation, as_block = problems.averaged(block)
+    assert variation <= 1e-12
+    variation, by_token = problems.averaged("multi_step")
+    assert variation <= 1e-12
+    assert (as_block >= by_token - 1e-12).all()
+    assert (as_block > by_token + 1e-3).any()
+
+
+def test_traversal_is_at_least_multi_step_on_trees_and_equal_at_depth_one():
+    flat = Problems(("iid",), [[3]], count=100)
+    variation, value = flat.averaged(traversal)
+    assert variation <= 1e-12
+    np.testing.assert_allclose(value, flat.averaged("multi_step")[1], atol=1e-12)
+    tree = Problems(("iid",), [[2], [1]], count=200)
+    variation, value = tree.averaged(traversal)
+    assert variation <= 1e-12
+    by_node = tree.averaged("multi_step")[1]
+    assert (value >= by_node - 1e-12).all()
+    assert (value > by_node + 1e-3).any()
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["a node per copy", "copies merged"])
+@pytest.mark.parametrize(
+    ("laws", "schedule"),
+    [
+        (("iid",), [[3], [1]]),
+        (("without_replacement",), [[2], [2]]),
+        (("iid", "without_replacement"), [[1, 1], [1, 0]]),
+    ],
+    ids=str,
+)
+def test_traversal_gives_the_targets_joint_law(laws, schedule, merge):
+    variation, _ = Problems(laws, schedule, count=10, merge=merge, seed=1).averaged(traversal)
+    assert variation <= 1e-12
+
+
+@pytest.mark.parametrize("schedule", [[[2], [2]], [[3], [1]]], ids=str)
+def test_multi_path_block_gives_the_targets_joint_law(schedule):
+    variation, value = Problems(("iid",), schedule, count=10, seed=2).averaged(multi_path_block)
+    assert variation <= 1e-12
+    assert (value > 1).all()
+
+
+@pytest.mark.parametrize("rule", [traversal, multi_path_block])
+def test_a_draw_without_a_node_can_still_be_accepted(rule):
+    """A topology may leave out a rank: its draw is made and verified, but the path can only end with it."""
+    problems = Problems(("iid",), [[2], [1]], count=50, seed=3)
+    kept, efficiency = problems.averaged(rule)
+    gone = np.isin(np.arange(5), [1, 2])  # the first child and what is below it
+    problems.trees = dataclasses.replace(problems.trees, valid=problems.trees.valid & ~gone)
+    variation, without = problems.averaged(rule)
+    assert max(kept, variation) <= 1e-12
+    assert (without < efficiency).all()
+
+
+def test_block_refuses_trees():
+    problems = Problems(("iid",), [[2]], count=1)
+    with pytest.raises(ValueError, match="takes chains, one draw a node; the tree has room for 2"):
+        path_law(block, problems.trees, problems.logits)
+
+
+@pytest.mark.parametrize("name", PATH_RULES)
+def test_edge_laws_are_finite_and_right(name):
+    """p = q, one-hot laws, missing tokens, disjoint supports: B11 for paths."""
+    laws = {"dense": [0.5, 0.3, 0.2], "one-hot": [0, 1.0, 0], "other one-hot": [0, 0, 1.0], "gap": [0.4, 0, 0.6]}
+    levels = lambda law, count: [np.broadcast_to(np.array(law, float), (V,) * (level + 1)) for level in range(count)]
+    schedule = [[1], [1]] if name == "block" else [[2], [1]]
+    for label, p in laws.items():
+        target = levels(p, 3)
+        forests = [enumerate_trees([levels(q, 2)], ("iid",), schedule) for q in laws.values()]
+        trees = stack([forest.trees for forest in forests])
+        logits = np.concatenate([node_logits(forest.trees, target) for forest in forests])
+        with jax.enable_x64(True):
+            ends = np.asarray(compiled(PATH_RULES[name].rule)(trees, logits))
+        assert np.isfinite(ends).all() and (ends >= 0).all()
+        np.testing.assert_allclose(ends.sum((1, 2)), 1, atol=1e-12)
+        for part, forest in zip(np.split(ends, len(forests)), forests, strict=True):
+            law = joint(part, forest, target).law
+            if name != "typical" or "one-hot" in label:
+                np.testing.assert_allclose(law, target_law(target), atol=1e-12)
+
+
+def test_with_the_target_as_its_own_draft_a_chain_is_always_accepted():
+    rng = np.random.default_rng(4)
+    target = random_table(rng, 3)
+    forest = enumerate_trees([target], ("iid",), [[1], [1]])
+    with jax.enable_x64(True):
+        ends = np.asarray(compiled(block)(forest.trees, node_logits(forest.trees, target)))
+    assert abs(joint(ends, forest, target).block_efficiency - 3) < 1e-12
+
+
+def chain(tokens: list[int], q: list[float]) -> TokenTree:
+    """One chain below root token 0, every token drawn from q."""
+    count = len(tokens) + 1
+    ints = lambda values: jnp.asarray([values], jnp.int32)
+    return TokenTree(
+        tokens=ints([0, *tokens]),
+        parents=ints(range(-1, count - 1)),
+        depths=ints(range(count)),
+        valid=jnp.ones((1, count), bool),
+        draw_tokens=ints([[token] for token in [*tokens, 0]]),
+        draw_valid=jnp.asarray([[[True]] * len(tokens) + [[False]]]),
+        draw_source=ints([0]),
+        q=jnp.asarray([[q]]),
+        q_rows=ints([[0]] * len(tokens) + [[-1]]),
+        laws=("iid",),
+        max_depth=len(tokens),
+    )
+
+
+def test_typical_follows_plausible_tokens_only_and_says_that_it_is_lossy():
+    p = jnp.array([0.94, 0.05, 0.01])  # the threshold is min(0.09, 0.3 exp(-entropy)) = 0.09
+    target = lambda nodes: jnp.broadcast_to(p, (nodes.shape[0], 3))
+    for tokens, stop in (([0, 0], 2), ([0, 1], 1), ([1, 0], 0)):
+        decision = typical(chain(tokens, [0.2, 0.3, 0.5]), target)
+        assert jnp.argmax(decision.stop[0]) == stop
+        assert decision.stop.sum() == 1
+    flat = lambda nodes: jnp.full((nodes.shape[0], 3), 1 / 3)  # where all are alike, all pass
+    assert jnp.argmax(typical(chain([2, 1], [0.2, 0.3, 0.5]), flat).stop[0]) == 2
+    assert [name for name, record in PATH_RULES.items() if record.lossy] == ["typical"]
+    assert not PATH_RULES["typical"].exact_for
+
+
+@pytest.mark.parametrize("rule", [block, traversal])
+def test_what_is_sampled_is_the_law(rule):
+    """Chi-square of (accepted, next token) over fixed seeds, through the sampler."""
+    count = 20_000
+    tree = chain([1, 2], [0.2, 0.5, 0.3])
+    logits = jnp.log(jnp.asarray([[[0.5, 0.2, 0.3], [0.1, 0.3, 0.6], [0.2, 0.2, 0.6]]]))
+    law = np.asarray(path_law(rule, tree, logits))[0]  # [N, V]
+    many = jax.tree.map(lambda field: jnp.repeat(field, count, 0), tree)
+    draft, path, emit = (jax.random.split(jax.random.key(seed), count) for seed in range(3))
+    keys = RoundKeys(draft, path, emit, jnp.zeros(count, jnp.int32))
+    warp = Warp(jnp.ones(count), jnp.zeros(count, jnp.int32), jnp.ones(count))
+    result = jax.jit(stop_at(rule))(keys, many, jnp.repeat(logits, count, 0), warp)
+    seen = np.zeros_like(law)
+    np.add.at(seen, (np.asarray(result.num_accepted), np.asarray(result.next_token)), 1)
+    assert seen[law < 1e-7].sum() == 0
+    expected = law[law > 1e-7] * count
+    chi_square = ((seen[law > 1e-7] - expected) ** 2 / expected).sum()
+    freedom = len(expected) - 1
+    assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
+    # The path is the chain down to where it ended, the tokens those of its nodes and then the next one.
+    for path, tokens, accepted in zip(*map(np.asarray, (result.path, result.tokens, result.num_accepted)), strict=True):
+        assert list(path[: accepted + 1]) == list(range(accepted + 1))
+        assert list(tokens[:accepted]) == [1, 2][:accepted]
+        assert not tokens[accepted + 1 :].any()
+
+
+def test_a_row_does_not_depend_on_its_batch_mates():
+    problems = Problems(("iid",), [[2], [1]], count=4, seed=5)
+    together = problems.ends(traversal)
+    rng = np.random.default_rng(6)
+    order = rng.permutation(len(together))
+    problems.trees = jax.tree.map(lambda field: field[order], problems.trees)
+    problems.logits = problems.logits[order]
+    np.testing.assert_array_equal(problems.ends(traversal), together[order])
