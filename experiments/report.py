@@ -151,7 +151,7 @@ def _markdown(header: Mapping[str, Any], table: pd.DataFrame, summary: pd.DataFr
         + f"; at most {run['max_new_tokens']} new tokens; batches of {run['batch_size']}; "
         f"{run['repeats']} timed pass{'es' if run['repeats'] > 1 else ''}. Shapes: {shapes}.",
         "",
-        *verdict(summary),
+        *(f"- {line}" for line in verdict(summary)),
     ]
     columns = _columns(summary)
     for title, rows in metrics.panels(summary):

@@ -122,7 +122,7 @@ class Workshop:
         """Arguments of ``generate`` for a batch that begins at prompt ``first``."""
         run, models, decode = experiment.run, experiment.models, experiment.decode
         tree = sweep.topology(decode.tree) if decode.tree else None
-        if tree is not None and run.padded:
+        if tree is not None and run.padded and self._bounds is not None:
             tree = tree.pad(self._bounds)
         return {
             "target": self.model(models.target, models.attention, models.dtype),
@@ -143,20 +143,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", help="a TOML file, such as configs/quickstart.toml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. decode.temperature=0.7")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: runs/NAME-ID")
+    arguments = sys.argv[1:] if arguments is None else arguments
     args = parser.parse_args(arguments)
     screen = Console()
     if not screen.is_terminal:
         screen.width = 120  # a log or a pipe wraps by itself
     try:
-        return _run(args.config, args.set, args.out, screen)
+        experiment = config.load(Experiment, args.config, args.set)
+        return _run(experiment, args.out, arguments, screen)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return 2
 
 
-def _run(path: str, overrides: Sequence[str], out: pathlib.Path | None, screen: Console) -> int:
-    experiment = config.load(Experiment, path, overrides)
+def _run(experiment: Experiment, out: pathlib.Path | None, arguments: Sequence[str], screen: Console) -> int:
     cells = sweep.cells(experiment)
     run_id = config.digest(experiment)
     directory = out or config.REPOSITORY / "runs" / f"{experiment.run.name}-{run_id}"
@@ -167,7 +168,7 @@ def _run(path: str, overrides: Sequence[str], out: pathlib.Path | None, screen: 
         "inputs": {**workshop.check(cells), "device": _device()},
     }
     about = {cell.id: {"method": _title(cell.config), "rows": cell.config.run.num_prompts} for cell in cells}
-    with store.opened(directory, header, about, _session(path, overrides)) as records:
+    with store.opened(directory, header, about, _session(arguments)) as records:
         pending = [cell for cell in cells if records.header["cells"][cell.id]["status"] != "done"]
         stopped = _run_cells(pending, len(cells), workshop, records, screen)
         failed = [entry for entry in records.header["cells"].values() if entry["status"] == "failed"]
@@ -211,11 +212,11 @@ def _rows(cell: Cell, workshop: Workshop, session: int, tick: Callable[[float], 
     """Measure a cell beside its baseline, and say it in one record per prompt."""
     experiment = cell.config
     texts = workshop.prompts(*_prompt_key(experiment))
-    before = _compiles()
+    before = len(_compile_log())
     base = workshop.baseline(sweep.baseline(experiment))
-    between = _compiles()
+    between = len(_compile_log())
     measured = base if experiment.decode.incremental else workshop.measure(experiment, tick)
-    compiles = _compiles() - (before if experiment.decode.incremental else between)
+    compiles = _compile_log()[before if experiment.decode.incremental else between :]
     return [
         {
             "cell": cell.id,
@@ -237,7 +238,8 @@ def _rows(cell: Cell, workshop: Workshop, session: int, tick: Callable[[float], 
             "baseline_decode_seconds": other.decode_seconds,
             "same_text_promised": experiment.decode.same_text,
             "same_text": own.tokens == other.tokens,
-            "compiles": compiles,
+            "compiles": len(compiles),
+            "compile_seconds": sum(compiles),
             **_settings(experiment),
         }
         for number, (text, own, other) in enumerate(zip(texts, measured, base, strict=True))
@@ -320,15 +322,16 @@ def _fingerprint(path: str) -> str:
 def _without_compiling(call: Callable[[], Any]) -> Any:
     """The first result of ``call`` that took no compilation: another length of prompts may have needed one."""
     for _ in range(3):
-        before = _compiles()
+        before = len(_compile_log())
         result = call()
-        if _compiles() == before:
+        if len(_compile_log()) == before:
             return result
     raise RuntimeError("the same call compiles every time, so its time would be mostly compilation")
 
 
 @functools.cache
 def _compile_log() -> list[float]:
+    """Seconds of every compilation of this process since the first call of this."""
     log: list[float] = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -337,10 +340,6 @@ def _compile_log() -> list[float]:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return log
-
-
-def _compiles() -> int:
-    return len(_compile_log())
 
 
 def _device() -> str:
@@ -358,12 +357,11 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def _session(path: str, overrides: Sequence[str]) -> dict[str, Any]:
+def _session(arguments: Sequence[str]) -> dict[str, Any]:
     """Who runs this, and with what."""
-    options = [part for override in overrides for part in ("--set", override)]
     return {
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "experiments.run", path, *options]),
+        "command": shlex.join(["python", "-m", "experiments.run", *arguments]),
         "revision": _git("rev-parse", "--short=12", "HEAD"),
         "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "python": platform.python_version(),

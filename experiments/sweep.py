@@ -153,8 +153,9 @@ def topology(tree: Tree) -> Topology:
     Raises:
       ValueError: if it is neither.
     """
-    is_schedule = all(isinstance(entry, int) for entry in tree)
-    return Topology.from_schedule(tree) if is_schedule else Topology.from_paths(tree)
+    paths = [entry for entry in tree if not isinstance(entry, int)]
+    schedule = [entry for entry in tree if isinstance(entry, int)]
+    return Topology.from_paths(paths) if paths else Topology.from_schedule(schedule)
 
 
 def label(tree: Tree) -> str:

@@ -37,6 +37,7 @@ def record(cell="c", prompt=0, **changes) -> dict:
         "same_text_promised": True,
         "same_text": True,
         "compiles": 0,
+        "compile_seconds": 0.0,
         **SETTINGS,
     }
     return {**row, **changes}
