@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specjax as sj
-from specjax.testing import hostile, mixed, reference_text, table_model, total_variation
+from specjax.testing import reference_text, table_model, total_variation
 from tests.helpers import BOUNDS, HOSTILE, MIXED, PERFECT, VOCAB, context, prompts_of, row_kinds, tiny, topology
 
 PROMPTS = prompts_of([5, 9, 12, 1])
@@ -98,11 +98,13 @@ def test_greedy_text_does_not_depend_on_the_tree_or_draft(spec, kinds):
 
 
 def test_tight_topologies_do_as_padded_ones():
-    for spec in ((3, 2), (1, 1, 1, 1)):
-        tight = generate(drafts=[context(0)], tree=spec, max_new_tokens=25)
-        assert tight.tokens == generate(max_new_tokens=25).tokens
-        depth = len(spec)
-        assert [item.accepted for item in tight.rounds[0]][:-1] == [depth] * (len(tight.rounds[0]) - 1)
+    kinds = [0, 1, 2, 2]
+    tight = generate(drafts=[row_kinds(context(0), kinds)], tree=(3, 2), max_new_tokens=25)
+    padded = speculate((3, 2), kinds, max_new_tokens=25)
+    assert tight.tokens == padded.tokens == generate(max_new_tokens=25).tokens
+    for ours, theirs in zip(tight.rounds, padded.rounds):
+        assert [item[:3] for item in ours] == [item[:3] for item in theirs]
+        assert [(*item.drafted_by_depth, 0, 0) for item in ours] == [item.drafted_by_depth for item in theirs]
 
 
 @pytest.mark.parametrize("mode", ["iid", "without_replacement"])
@@ -117,10 +119,15 @@ def test_greedy_text_does_not_depend_on_how_drafts_are_drawn(mode, verifier):
     check_records(result, [40] * 4, 4)
 
 
+def unlike_drafts(*kinds: int) -> list[sj.Model]:
+    """Models of one forward, so that ensembles of as many share an executable; the second is of other weights."""
+    return [row_kinds(context(index % 2), [kind] * 4) for index, kind in enumerate(kinds)]
+
+
 @pytest.mark.parametrize("drafts", [2, 3])
 def test_ensembles_give_the_incremental_text(drafts):
     """Merged trees of unlike drafts: greedy, and at temperature 0.7 and 1 with the same seeds."""
-    models = [mixed(context(0)), hostile(context(0)), context(1)][:drafts]
+    models = unlike_drafts(MIXED, PERFECT, HOSTILE)[:drafts]
     options = dict(warp=[sj.Warp(0.0), sj.Warp(0.7), sj.Warp(1.0), sj.Warp(1.0, 5, 0.9)], seeds=[1, 2, 3, 4])
     plain = generate(max_new_tokens=40, **options)
     for spec in (4, (3, 2), (2, 2, 1, 1), [[0], [1], [0, 0], [1, 0], [1, 0, 1]]):
@@ -130,8 +137,8 @@ def test_ensembles_give_the_incremental_text(drafts):
 
 
 def test_an_ensemble_accepts_what_its_best_member_would():
-    alone = generate(drafts=[context(0)], tree=topology((1, 1, 1, 1)), max_new_tokens=21)
-    models = [mixed(context(0)), hostile(context(0)), context(0)]
+    alone = speculate((1, 1, 1, 1), [PERFECT] * 4, max_new_tokens=21)
+    models = unlike_drafts(HOSTILE, MIXED, PERFECT)
     together = generate(drafts=models, tree=topology((1, 1, 1, 1)), max_new_tokens=21)
     assert alone.stats.verify_steps == together.stats.verify_steps == 4 * 4
     assert [item.accepted for item in together.rounds[0]] == [4, 4, 4, 4]
