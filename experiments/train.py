@@ -23,6 +23,7 @@ from experiments import corpus as corpora
 from specjax.models import DecoderConfig, init_model, load_model, save_model
 from specjax.train import (
     causal_logits,
+    embedding_from,
     init_train_state,
     make_optimizer,
     make_train_step,
@@ -56,7 +57,7 @@ class ModelRun:
     weight_decay: float = configs.setting(0.1, low=0)
     clip_norm: float = configs.setting(1.0, low=0)
     product_dtype: Literal["float32", "bfloat16"] = "float32"  # matrices are multiplied in it; all else is float32
-    teacher: str | None = None  # an earlier model whose probabilities this one is trained to imitate
+    teacher: str | None = None  # an earlier model that this one starts from and is trained to imitate
     teacher_weight: float = configs.setting(0.0, low=0, high=1)  # the imitation's share of the loss
 
     def __post_init__(self):
@@ -196,6 +197,10 @@ def train_one(zoo: Zoo, name: str, corpus: corpora.Corpus, console: rich.console
     _check_unchanged(folder, {**configs.to_dict(run), "seed": zoo.seed, "corpus": corpus.digest})
 
     model = init_model(zoo.decoder(name), jax.random.key(zoo.seed))
+    teacher = None if run.teacher is None else load_model(configs.resolve(zoo.out) / run.teacher)
+    if teacher is not None:
+        embedding = embedding_from(teacher.params["embed_tokens"][...], run.hidden_size)
+        model.params["embed_tokens"].set_value(embedding)
     optimizer = make_optimizer(
         learning_rate=run.learning_rate,
         warmup_steps=run.warmup_steps,
@@ -209,7 +214,7 @@ def train_one(zoo: Zoo, name: str, corpus: corpora.Corpus, console: rich.console
         model,
         optimizer,
         product_dtype=run.product_dtype,
-        teacher=None if run.teacher is None else load_model(configs.resolve(zoo.out) / run.teacher),
+        teacher=teacher,
         teacher_weight=run.teacher_weight,
     )
     text = np.concatenate([corpus.slices[i] for i in run.slices])

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from specjax.types import Model, PyTree, TreeMask
 
@@ -27,8 +26,9 @@ def next_token_loss(logits: jax.Array, tokens: jax.Array, teacher: jax.Array | N
         temperature 1); the rest is cross-entropy to the tokens.
     """
     logits = logits.astype(jnp.float32)
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
-    if teacher is None:
-        return loss
-    imitation = optax.softmax_cross_entropy(logits, jax.nn.softmax(teacher.astype(jnp.float32))).mean()
-    return (1 - weight) * loss + weight * imitation
+    total = jax.nn.logsumexp(logits, axis=-1)
+    expected = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    if teacher is not None:
+        imitated = jnp.sum(jax.nn.softmax(teacher.astype(jnp.float32)) * logits, axis=-1)
+        expected = (1 - weight) * expected + weight * imitated
+    return jnp.mean(total - expected)

@@ -46,11 +46,13 @@ def make_train_step(
       teacher_weight: the imitation's share of the loss.
     """
 
+    def cast(params: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf.astype(product_dtype) if leaf.ndim > 1 else leaf, params)
+
     def loss_of(params: PyTree, teacher_params: PyTree, tokens: jax.Array) -> jax.Array:
-        params = jax.tree.map(lambda leaf: leaf.astype(product_dtype) if leaf.ndim > 1 else leaf, params)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         taught = None if teacher is None else causal_logits(teacher, teacher_params, inputs)
-        return next_token_loss(causal_logits(model, params, inputs), targets, taught, teacher_weight)
+        return next_token_loss(causal_logits(model, cast(params), inputs), targets, taught, teacher_weight)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, teacher_params: PyTree, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
@@ -59,5 +61,5 @@ def make_train_step(
         return TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer_state), loss
 
     # The teacher's parameters are an argument: closed over, they would be constants of the compiled program.
-    teacher_params = None if teacher is None else teacher.params
+    teacher_params = None if teacher is None else cast(teacher.params)
     return lambda state, tokens: step(state, teacher_params, tokens)

@@ -18,6 +18,7 @@ from experiments.train import Zoo, agreement, batch_at, held_out_batches, main
 from specjax.models import DecoderConfig, init_model, load_model, load_tokenizer
 from specjax.train import (
     causal_logits,
+    embedding_from,
     init_train_state,
     make_optimizer,
     make_train_step,
@@ -262,6 +263,35 @@ def test_loss_is_cross_entropy_to_tokens_and_teacher():
         next_token_loss(jnp.asarray(logits), jnp.asarray(tokens), jnp.asarray(teacher), 0.3),
     ]
     np.testing.assert_allclose(found, [hard, 0.7 * hard + 0.3 * soft], rtol=1e-5)
+
+
+def test_narrow_embedding_keeps_the_scalar_products_best():
+    """Its Gram matrix is the truncated one, which no matrix of this rank comes closer to; too wide is refused."""
+    rng = np.random.default_rng(0)
+    wide = rng.normal(size=(20, 6)) @ np.diag([9, 5, 3, 1, 0.5, 0.1]) @ np.linalg.qr(rng.normal(size=(6, 6)))[0]
+    left, sizes, _ = np.linalg.svd(wide)
+    narrow = np.asarray(embedding_from(jnp.asarray(wide), 3))
+    assert narrow.shape == (20, 3)
+    np.testing.assert_allclose(narrow @ narrow.T, left[:, :3] * sizes[:3] ** 2 @ left[:, :3].T, rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match="at least 7 dimensions"):
+        embedding_from(jnp.asarray(wide), 7)
+
+
+def test_teacher_alone_is_learned_from_when_its_weight_is_one():
+    """A model that starts as its teacher stays; with another start the loss falls to the teacher's own entropy."""
+    teacher, model = (init_model(CONFIG, jax.random.key(seed)) for seed in (0, 1))
+    teacher = teacher._replace(params=jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, teacher.params))
+    optimizer = make_optimizer(learning_rate=2e-2, warmup_steps=5, total_steps=80, weight_decay=0.0, clip_norm=1.0)
+    step = make_train_step(model, optimizer, teacher=teacher, teacher_weight=1.0)
+    tokens = np.random.default_rng(0).integers(0, 48, (4, 17)).astype(np.int32)
+    p = softmax(np.asarray(causal_logits(teacher, teacher.params, jnp.asarray(tokens[:, :-1]))))
+    entropy = -(p * np.log(p)).sum(-1).mean()
+    _, loss = step(init_train_state(jax.tree.map(jnp.array, teacher.params), optimizer), jnp.asarray(tokens))
+    assert float(loss) == pytest.approx(entropy, rel=1e-4)
+    state = init_train_state(model.params, optimizer)
+    for _ in range(80):
+        state, loss = step(state, jnp.asarray(tokens))
+    assert entropy <= float(loss) < entropy + 0.3
 
 
 def test_causal_logits_do_not_look_ahead():
