@@ -16,6 +16,7 @@ from experiments import config as configs
 from experiments import corpus as corpora
 from experiments.train import Zoo, agreement, batch_at, held_out_batches, main
 from specjax.models import DecoderConfig, init_model, load_model, load_tokenizer
+from specjax.testing import fresh_logits
 from specjax.train import (
     causal_logits,
     embedding_from,
@@ -386,3 +387,20 @@ def test_agreement_of_a_model_with_itself_is_whole():
     assert found["self"] == found["union"] == [1.0] * 5
     assert found["other"] == sorted(found["other"])
     assert found["other"][4] < 0.9
+
+
+def test_shipped_models_are_one_family_within_their_limits():
+    """All of them load, share one tokenizer and its end, have read code, and fit an ordinary repository."""
+    zoo = configs.load(Zoo, configs.resolve("configs/zoo.toml"))
+    folder = configs.resolve(zoo.out)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert max(path.stat().st_size for path in files) < 20_000_000
+    assert sum(path.stat().st_size for path in files) < 40_000_000
+    text = load_tokenizer(folder / "target").encode("class Point:\n    def __init__(").ids
+    answer = load_tokenizer(folder / "target").encode("self").ids
+    for name in zoo.models:
+        model = load_model(folder / name)
+        assert model.vocab_size == zoo.vocab_size
+        assert model.eos_ids == (load_tokenizer(folder / name).token_to_id(corpora.END_OF_TEXT),)
+        assert (folder / name / "tokenizer.json").read_bytes() == (folder / "target" / "tokenizer.json").read_bytes()
+        assert [int(fresh_logits(model, text)[-1].argmax())] == answer
