@@ -6,6 +6,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is first imported
 
 import hypothesis
 import jax
+import pytest
 
 jax.config.update("jax_debug_key_reuse", True)
 
@@ -20,3 +21,10 @@ def pytest_configure(config):
     # `pytest --cache-clear` empties it.
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled_code():
+    """Every executable holds memory maps, of which a process may have some 65,000; all tests together need more."""
+    yield
+    jax.clear_caches()
