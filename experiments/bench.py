@@ -4,11 +4,9 @@ import argparse
 import dataclasses
 import functools
 import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,29 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 import specjax as sj
+from experiments.bench_attention import attention_ratios
+from experiments.timing import interleaved, timed
 from specjax import decode
 from specjax.request import prepare
 from specjax.types import Model, TreeMask
 
 LOOP = 16  # forwards per timed call: like rounds, they run in a loop inside one executable
-
-
-def interleaved(calls: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Median seconds of each call, which times itself; they take turns, so that a busy machine slows all alike."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(repeats + 1):
-        for name, call in calls.items():
-            took = call()
-            if repeat:  # the first compiles
-                seconds[name].append(took)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def timed(run: Callable[[], Any]) -> float:
-    """Seconds until the result is there."""
-    began = time.perf_counter()
-    jax.block_until_ready(run())
-    return time.perf_counter() - began
 
 
 def bare_forward(
@@ -109,24 +91,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     target, draft = sj.load_model(options.target), sj.load_model(options.draft)
     prompt = np.random.default_rng(0).integers(0, target.vocab_size, options.prompt_tokens).tolist()
 
-    median = interleaved(
-        round_cost(target, draft, schedule, prompt=prompt, new_tokens=options.new_tokens), options.repeats
-    )
+    calls = round_cost(target, draft, schedule, prompt=prompt, new_tokens=options.new_tokens)
+    median = interleaved(calls, options.repeats)
     bare = sum(seconds for name, seconds in median.items() if name != "round")
-    table = Table(
-        title=f"Round of <{options.schedule}>, batch 1, greedy: {median['round'] / bare:.2f} x its bare forwards"
-    )
+    ratio = median["round"] / bare
+    table = Table(title=f"A round of <{options.schedule}>, batch 1, greedy", title_justify="left")
     table.add_column("part")
     table.add_column("ms", justify="right")
     for name, seconds in {**median, "all bare forwards": bare}.items():
         table.add_row(name, f"{1e3 * seconds:.3f}")
-    Console().print(table)
-    report = {
-        "schedule": schedule,
-        "ratio": median["round"] / bare,
-        "milliseconds": {k: 1e3 * v for k, v in median.items()},
-    }
-    print(json.dumps(report))
+    attention = attention_ratios(repeats=options.repeats)
+    console = Console()
+    console.print(table)
+    console.print(f"round / its bare forwards: {ratio:.2f}")
+    for name, value in attention.items():
+        console.print(f"attention, {name}: {value:.2f}")
+    milliseconds = {name: 1e3 * seconds for name, seconds in median.items()}
+    print(
+        json.dumps({"schedule": schedule, "round / bare": ratio, "milliseconds": milliseconds, "attention": attention})
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench import interleaved, timed
+from experiments.timing import interleaved, timed
 from pallas_kernels.tree_attention import tree_attention
 
 
