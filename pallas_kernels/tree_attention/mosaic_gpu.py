@@ -1,8 +1,10 @@
 """Tree attention for Hopper GPUs: TMA feeds wgmma, the prefix is split over programs, partial softmaxes are merged."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -71,7 +73,7 @@ def _body(
     *,
     splits: int,
     windowed: bool,
-    add_product: Callable[..., jax.Array],
+    add_product: Callable[..., Any],
 ):
     warpgroups, _, head_dim = q_smem.shape
     stages, keys, _ = k_smem.shape
@@ -294,6 +296,9 @@ def tree_attention(
     def smem(*shape: int):
         return plgpu.SMEM(shape, q.dtype, transforms=transforms)
 
+    # jax 0.11 takes no estimate of this kernel's cost.
+    takes_estimate = "cost_estimate" in inspect.signature(plgpu.kernel).parameters
+    estimate: dict[str, Any] = {"cost_estimate": problem.cost()} if takes_estimate else {}
     out, norm = plgpu.kernel(
         functools.partial(
             _body,
@@ -323,7 +328,7 @@ def tree_attention(
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        cost_estimate=problem.cost(),
+        **estimate,
         interpret=config.interpreter(plgpu.InterpretGPUParams),
         kernel_name="tree_attention",
     )(

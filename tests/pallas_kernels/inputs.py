@@ -1,5 +1,7 @@
 """Inputs of the kernels' tests, where every unread slot is NaN, and what has to come out, by NumPy in float64."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,7 @@ def tree_mask(rng: np.random.Generator, batch: int, nodes: int, tree_rows: int) 
 
 def make_inputs(
     *, nodes: int, tree_rows: int, q_heads: int, kv_heads: int, capacity: int, head_dim: int, dtype: str, lengths
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """KV head 0 counts: equal scores, one-hot values. The others are random. What nobody may read is NaN."""
     rng = np.random.default_rng(nodes * 1000 + capacity)
     lengths = np.asarray(lengths)
@@ -54,7 +56,7 @@ def make_inputs(
     }
 
 
-def seen_keys(inputs: dict[str, jax.Array], window: int | None) -> np.ndarray:
+def seen_keys(inputs: dict[str, Any], window: int | None) -> np.ndarray:
     """What each node sees, [B, N, S + M]: the last ``window`` of its visible keys."""
     lengths, mask = np.asarray(inputs["prefix_lengths"]), np.asarray(inputs["tree_mask"])
     capacity = inputs["k_cache"].shape[2]
@@ -65,7 +67,7 @@ def seen_keys(inputs: dict[str, jax.Array], window: int | None) -> np.ndarray:
     return seen
 
 
-def expected(inputs: dict[str, jax.Array], window: int | None) -> tuple[np.ndarray, np.ndarray]:
+def expected(inputs: dict[str, Any], window: int | None) -> tuple[np.ndarray, np.ndarray]:
     """(what attention gives [B, N, Hq, D], how many keys of each class mod D each node sees [B, N, D])."""
     wide = {name: np.asarray(array.astype(jnp.float32), np.float64) for name, array in inputs.items()}
     seen = seen_keys(inputs, window)
@@ -83,11 +85,11 @@ def expected(inputs: dict[str, jax.Array], window: int | None) -> tuple[np.ndarr
     return out, seen.astype(float) @ classes
 
 
-def assert_attends(out: jax.Array, inputs: dict[str, jax.Array], window: int | None) -> None:
+def assert_attends(out: jax.Array, inputs: dict[str, Any], window: int | None) -> None:
     """``out`` is what attention gives, and the counting heads counted: one wrong bit moves a count by 1."""
-    out = np.asarray(out.astype(jnp.float32), np.float64)
+    found = np.asarray(out.astype(jnp.float32), np.float64)
     right, counts = expected(inputs, window)
-    group = out.shape[2] // inputs["k_tree"].shape[1]
-    counted = out[:, :, :group] * counts.sum(axis=-1)[:, :, None, None]
+    group = found.shape[2] // inputs["k_tree"].shape[1]
+    counted = found[:, :, :group] * counts.sum(axis=-1)[:, :, None, None]
     np.testing.assert_allclose(counted, np.broadcast_to(counts[:, :, None], counted.shape), atol=0.25)
-    np.testing.assert_allclose(out, right, atol=TOLERANCE[str(inputs["q"].dtype)])
+    np.testing.assert_allclose(found, right, atol=TOLERANCE[str(inputs["q"].dtype)])

@@ -1,6 +1,7 @@
 """The bodies of the TPU and GPU kernels, interpreted with race detection, against NumPy."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -13,7 +14,7 @@ from pallas_kernels.tree_attention import Config, tree_attention
 from tests.pallas_kernels.inputs import assert_attends, make_inputs
 
 # What lies past the end of an array reads as NaN, as does what was never written.
-STRICT = dict(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="uninitialized")
+STRICT: dict[str, Any] = dict(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="uninitialized")
 TPU = pltpu.InterpretParams(**STRICT)
 GPU = plgpu.InterpretGPUParams(**STRICT)
 

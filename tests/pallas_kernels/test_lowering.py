@@ -1,6 +1,7 @@
 """Both kernels lowered on a CPU for every supported class of shapes: block shapes, layouts, shared memory."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 def specs(*, nodes, tree_rows, head_dim, dtype, batch=2, q_heads=16, kv_heads=4, capacity=1000):
     cache, tree = (batch, kv_heads, capacity, head_dim), (batch, kv_heads, tree_rows, head_dim)
     shapes = dict(q=(batch, nodes, q_heads, head_dim), k_cache=cache, v_cache=cache, k_tree=tree, v_tree=tree)
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()} | {
+    arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    return arrays | {
         "prefix_lengths": jax.ShapeDtypeStruct((batch,), jnp.int32),
         "tree_mask": jax.ShapeDtypeStruct((batch, nodes, tree_rows), jnp.bool_),
     }

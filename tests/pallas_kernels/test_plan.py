@@ -1,6 +1,7 @@
 """What runs where: refusals that say why, the pick for a device, block sizes."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from tests.pallas_kernels.test_lowering import GPU, TPU, specs, traced_for
 CPU = Device("cpu", "cpu")
 
 
-def zeros(**shape):
+def zeros(**shape) -> dict[str, Any]:
     return {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in specs(**shape).items()}
 
 
@@ -26,7 +27,7 @@ def assert_refused(device, implementation, shape, why, config=None):
         jax.eval_shape(attend, specs(**shape))
 
 
-GOOD = dict(nodes=8, tree_rows=8, head_dim=128, dtype="bfloat16")
+GOOD: dict[str, Any] = dict(nodes=8, tree_rows=8, head_dim=128, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Tree attention in plain XLA against the reference, and the reference against NumPy loops."""
 
 import math
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -32,7 +33,7 @@ def problem(seed, *, batch=2, rows=4, tree_rows=None, heads=4, kv_heads=2, capac
 
 
 def attend(inputs, implementation, dtype=jnp.float32):
-    arrays = {name: jnp.asarray(value) for name, value in inputs.items()}
+    arrays: dict[str, Any] = {name: jnp.asarray(value) for name, value in inputs.items()}
     arrays = {name: a.astype(dtype) if a.ndim == 4 else a for name, a in arrays.items()}
     arrays["prefix_lengths"] = arrays["prefix_lengths"].astype(jnp.int32)
     return np.asarray(tree_attention(**arrays, implementation=implementation).astype(jnp.float32))
@@ -147,9 +148,9 @@ def test_gradients_equal_the_references():
     """Training runs through it: a chain on an empty cache, where nothing but the tree block is differentiated."""
     inputs = problem(6, capacity=0)
     inputs["tree_mask"] = np.broadcast_to(np.tri(4, dtype=bool), (2, 4, 4))
-    arrays = {name: jnp.asarray(value) for name, value in inputs.items()}
+    arrays: dict[str, Any] = {name: jnp.asarray(value) for name, value in inputs.items()}
     floats = {name: array.astype(jnp.float32) for name, array in arrays.items() if array.ndim == 4}
-    fixed = {"prefix_lengths": jnp.zeros(2, jnp.int32), "tree_mask": arrays["tree_mask"]}
+    fixed: dict[str, Any] = {"prefix_lengths": jnp.zeros(2, jnp.int32), "tree_mask": arrays["tree_mask"]}
 
     def loss(floats, implementation):
         return (tree_attention(**floats, **fixed, implementation=implementation) ** 2).sum()
