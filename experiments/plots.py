@@ -29,7 +29,7 @@ def methods(summary: pd.DataFrame) -> Figure:
     grid = figure.subplots(len(panels), 2, squeeze=False, sharex="col", sharey="row", height_ratios=heights)
     styles, varying = _styles(summary), metrics.varying(summary)
     for (title, rows), (left, right) in zip(panels, grid, strict=True):
-        left.set_title(title, loc="left", fontsize=10)
+        left.set_title(title, loc="left", fontsize=9)
         for axes, name, suffix in ((left, "tokens_per_step", ""), (right, "speedup", "x")):
             for place, row in enumerate(rows):
                 style, value = styles[row["cell"]], row[name]
@@ -84,7 +84,7 @@ def acceptance(summary: pd.DataFrame, by_depth: pd.DataFrame) -> Figure:
             (handle,) = axes.plot(*_xy(points), linestyle=style["line"], linewidth=1.4, **look)
             axes.plot(*_xy(few), linestyle="", markerfacecolor="white", **look)
             handles.setdefault(_name(row, varying), handle)
-        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_title(title, loc="left", fontsize=9)
         axes.set_xlabel("depth in the tree")
         axes.set_xticks(range(1, max(point["depth"] for points in lines.values() for point in points) + 1))
         _plain(axes, "y")
