@@ -136,8 +136,9 @@ def test_a_freed_slot_serves_a_new_request():
     options = dict(warp=sj.Warp(1.0))
     plan = plan_of(PROMPTS, [MIXED] * 4, seeds=[1, 2, 3, 4], max_new_tokens=[1, 7, 30, 40], **options)
     alone = plan_of([PROMPTS[0][::-1]], [MIXED], seeds=9, max_new_tokens=25, **options)
-    want = texts_of(decode.run_decode(plan.spec, plan.params, plan.start()))
-    want_new = texts_of(decode.run_decode(alone.spec, alone.params, alone.start()))[0]
+    whole = decode.run_decode(plan.spec, plan.params, plan.start())
+    solo = decode.run_decode(alone.spec, alone.params, alone.start())
+    want, want_new = texts_of(whole), texts_of(solo)[0]
 
     state = plan.start()
     for _ in range(6):
@@ -148,6 +149,10 @@ def test_a_freed_slot_serves_a_new_request():
     state = decode.run_decode(plan.spec, plan.params, state)
     assert texts_of(state) == [want_new, *want[1:]]
     assert finished == want[1]
+    # Naive sampling's text cannot show what was drafted; the rounds do.
+    for got, new, old in zip(state.rounds, solo.rounds, whole.rounds):
+        np.testing.assert_array_equal(got[0], new[0])
+        np.testing.assert_array_equal(got[1:], old[1:])
     emitted = np.asarray(state.rounds.emitted).sum(axis=1)
     assert emitted.tolist() == [24, 6, 29, 39]  # the freed request's rounds are gone, finished rows ran none
     for leaf in (*state.cache.k, *state.cache.v):
