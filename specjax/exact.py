@@ -253,7 +253,7 @@ def _joint(verifier: str | NodeRule, target: Table, drafts: Any, num_draws: Any,
     forest, target = _forest(target, drafts, num_draws, law, merge)
     logits = trees.node_logits(forest.trees, target)
     with jax.enable_x64(True):
-        ends = np.asarray(_ends(verifier, forest.trees.laws)(forest.trees, logits))
+        ends = trees.in_chunks(_ends(verifier, forest.trees.laws), forest.trees, logits)
     return trees.joint(ends, forest, target)
 
 

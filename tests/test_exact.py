@@ -76,7 +76,7 @@ def test_shared_noise_is_summed_or_refused():
         value = exact.expected_acceptance("naive_sampling", P, Q, num_draws=k, law="shared_gumbel")
         assert abs((drafted[:, :k] == own[:, None]).any(1).mean() - value) < 0.008
     given = [np.asarray(RULES["multi_step"].rule(jnp.asarray(P), jnp.asarray(Q)[None], _draw(x))) for x in range(4)]
-    emitted = np.argmax(np.log(np.maximum(np.stack(given)[drafted[:, 0]], 1e-300)) + noise, 1)
+    emitted = np.argmax(np.log(np.stack(given).astype(float)[drafted[:, 0]] + 1e-300) + noise, 1)
     np.testing.assert_allclose(np.bincount(emitted, minlength=4) / len(emitted), biased, atol=0.008)
     with pytest.raises(ValueError, match="not independent of the emission"):
         exact.emitted_law("multi_step", P, Q, num_draws=2, law="shared_gumbel")

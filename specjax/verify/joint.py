@@ -176,6 +176,18 @@ def path_law(rule: Callable[[TokenTree, Any], PathDecision], trees: TokenTree, l
     return decision.stop[:, :, None] * after.swapaxes(0, 1)
 
 
+def in_chunks(law: Callable[[TokenTree, Any], jax.Array], trees: TokenTree, logits: np.ndarray) -> np.ndarray:
+    """``walk_law`` or ``path_law``, jitted, over many trees, some thousands at a time: one shape, bounded memory."""
+    count = len(logits)
+    size = min(count, 4096)
+    rows = np.arange(-(-count // size) * size) % count  # the last chunk is filled up with trees from the start
+    pieces = [
+        np.asarray(law(jax.tree.map(lambda field, chunk=chunk: field[chunk], trees), logits[chunk]))
+        for chunk in np.split(rows, len(rows) // size)
+    ]
+    return np.concatenate(pieces)[:count]
+
+
 class Joint(NamedTuple):
     """A whole verifier, averaged over everything."""
 

@@ -16,7 +16,7 @@ from jax import lax
 from specjax.sampling import Warp, sample_at
 from specjax.tree import TokenTree
 from specjax.types import Acceptance, RoundKeys
-from specjax.verify.rules import best_of_draws
+from specjax.verify.rules import best_of_draws, rank
 
 Rows = Callable[[jax.Array], jax.Array]  # nodes [B] -> the target's distributions there [B, V]
 
@@ -71,7 +71,7 @@ def multi_path_block(tree: TokenTree, target: Rows) -> PathDecision:
     block verification runs with r in the place of q. Any way of choosing is exact, this one is greedy. After the idea
     of Thomas and Pal 2026, "Greedy multi-path block verification" (the paper's own form was not at hand; this one is
     enumerated). Exact for i.i.d. draws from one source, their number known before they are drawn. It can fall below
-    ``block`` on the first path alone. Cost: per depth one warp, one sort of the vocabulary and O(V).
+    ``block`` on the first path alone. Cost: per depth one warp and O(V).
     """
     batch, depths = tree.tokens.shape[0], jnp.arange(tree.max_depth + 1)
     most = tree.draw_tokens.shape[-1]
@@ -85,10 +85,12 @@ def multi_path_block(tree: TokenTree, target: Rows) -> PathDecision:
         first_source = _at(source, jnp.argmax(valid, 1))
         q = _at(tree.q, _at(tree.q_rows, node, first_source)).astype(p.dtype)
         usable = valid & (jnp.take_along_axis(q, tokens, 1) > 0)
-        count = usable.sum(1)
-        choice = functools.partial(best_of_draws, most=most)
-        token, law = jax.vmap(choice)(p, q, tokens, usable, count)
-        return token, law, count > 0
+        if most == 1:  # the only draw is the best, and its law is q
+            return tokens[:, 0], q, usable[:, 0]
+        token, law = jax.vmap(lambda p, q, tokens, usable: best_of_draws(rank(p, q), tokens, usable))(
+            p, q, tokens, usable
+        )
+        return token, law, usable.any(1)
 
     # Down the chosen path. A draw may have no node (a rank left out of the topology): then the path can end with it,
     # but there is nothing to go on from.
@@ -147,7 +149,7 @@ def block(tree: TokenTree, target: Rows) -> PathDecision:
             f"block verification takes chains, one draw a node; the tree has room for {tree.draw_tokens.shape[-1]}. "
             "Use traversal or multi_path_block on trees."
         )
-    return multi_path_block(tree, target)  # the only draw is the best one, and its law is q
+    return multi_path_block(tree, target)
 
 
 class _Walk(NamedTuple):
@@ -190,6 +192,8 @@ def traversal(tree: TokenTree, target: Rows) -> PathDecision:
     def draw_law(node: jax.Array, draw: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """The law [B, V] of a draw given its source's earlier ones."""
         law = _at(tree.q, _at(row_of_draw, node, draw)).astype(dtype)
+        if "without_replacement" not in tree.laws:
+            return law
         same_source = tree.draw_source == _at(tree.draw_source, draw)[:, None]
         gone = _at(usable, node) & same_source & distinct & (slots < draw[:, None])
         tokens = jnp.where(gone, _at(tree.draw_tokens, node), law.shape[-1])

@@ -11,7 +11,7 @@ import numpy as np
 from specjax.laws import LAWS, law_key
 from specjax.tree import TokenTree
 from specjax.types import Draws
-from specjax.verify.joint import enumerate_trees, joint, node_logits, path_law, target_law
+from specjax.verify.joint import enumerate_trees, in_chunks, joint, node_logits, path_law, target_law
 from specjax.verify.measure import average_coupled, for_laws, node_outcomes
 from specjax.verify.paths import PATH_RULES
 from specjax.verify.rules import RULES
@@ -109,7 +109,10 @@ def _node_rules(rng: np.random.Generator, num_problems: int) -> dict[str, dict[s
                 continue
             rule = for_laws(name, () if laws is None else (laws,) * NODE_DRAWS)
             batch = Draws(*(np.concatenate(field, 1) for field in zip(*[draws[at] for at in chosen], strict=True)))
-            emitted = np.asarray(jax.jit(jax.vmap(jax.vmap(rule, in_axes=(None, None, 0))))(p, q, batch))
+            one_problem = jax.vmap(rule, in_axes=(None, None, 0))
+            emitted = np.asarray(
+                jax.jit(lambda args, rule=one_problem: jax.lax.map(lambda a: rule(*a), args))((p, q, batch))
+            )
             ends = np.cumsum([probs[at].shape[1] for at in chosen])[:-1]
             for at, part in zip(chosen, np.split(emitted, ends, 1), strict=True):
                 law, counts = cases[at]
@@ -148,7 +151,7 @@ def _path_rules(rng: np.random.Generator, num_problems: int) -> dict[str, dict[s
                 ]
                 batch = _batch([forest.trees for _, _, forest, _ in chosen], static or "iid")
                 logits = np.concatenate([node_logits(forest.trees, target) for _, _, forest, target in chosen])
-                ends = np.asarray(jax.jit(functools.partial(path_law, PATH_RULES[name].rule))(batch, logits))
+                ends = in_chunks(jax.jit(functools.partial(path_law, PATH_RULES[name].rule)), batch, logits)
                 splits = np.cumsum([len(forest.probs) for _, _, forest, _ in chosen])[:-1]
                 for (key, _, forest, target), part in zip(chosen, np.split(ends, splits), strict=True):
                     tv = _worst(joint(part, forest, target).law[None], target_law(target)[None])

@@ -11,7 +11,7 @@ import pytest
 from specjax.sampling import Warp
 from specjax.tree import TokenTree
 from specjax.types import RoundKeys
-from specjax.verify.joint import enumerate_trees, joint, node_logits, path_law, target_law, walk_law
+from specjax.verify.joint import enumerate_trees, in_chunks, joint, node_logits, path_law, target_law, walk_law
 from specjax.verify.measure import for_laws
 from specjax.verify.paths import PATH_RULES, block, multi_path_block, stop_at, traversal, typical
 
@@ -50,7 +50,7 @@ class Problems:
     def ends(self, rule) -> np.ndarray:
         """[T, N, V] where walks end, by a path rule's function or a node rule's name."""
         with jax.enable_x64(True):
-            return np.asarray(compiled(rule, self.trees.laws)(self.trees, self.logits))
+            return in_chunks(compiled(rule, self.trees.laws), self.trees, self.logits)
 
     def averaged(self, rule) -> tuple[float, np.ndarray]:
         """The worst total variation from the target, and every problem's block efficiency."""

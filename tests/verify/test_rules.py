@@ -58,7 +58,8 @@ def outcomes_of(law: str, counts: tuple[int, ...]):
 @functools.cache
 def compiled(name: str, laws: tuple[str, ...]):
     rule = for_laws(name, laws)
-    return jax.jit(jax.vmap(jax.vmap(rule, in_axes=(None, None, 0))))
+    one_problem = jax.vmap(rule, in_axes=(None, None, 0))
+    return jax.jit(lambda p, q, draws: jax.lax.map(lambda each: one_problem(*each), (p, q, draws)))
 
 
 @functools.cache
