@@ -145,6 +145,7 @@ def test_the_walk_that_runs_ends_where_its_law_says(merge):
     law = np.asarray(jax.jit(lambda *a: walk_law(naive_sampling, *a))(trees, logits))  # [T, N, V], one entry is 1
     place, token = np.divmod(law.reshape(count, -1).argmax(1), 3)
     np.testing.assert_allclose(law.max((1, 2)), 1, atol=1e-6)
+    np.testing.assert_allclose(law.sum((1, 2)), 1, atol=1e-6)
     accepted = np.asarray(result.num_accepted)
     np.testing.assert_array_equal(np.asarray(result.path)[np.arange(count), accepted], place)
     np.testing.assert_array_equal(result.next_token, token)

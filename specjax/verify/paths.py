@@ -154,15 +154,19 @@ def block(tree: TokenTree, target: Rows) -> PathDecision:
 
 class _Walk(NamedTuple):
     node: jax.Array  # [B] int32, where the next draw is looked at; it has one
+    child: jax.Array  # [B] int32, the node to enter next, for rows that are entering one
+    entering: jax.Array  # [B] bool
     done: jax.Array  # [B] bool
     live: jax.Array  # [B] probability that nothing has been accepted so far
     pointer: jax.Array  # [B, N] int32, draws before it are dealt with
     entered: jax.Array  # [B, N] bool
-    p: jax.Array  # [B, D + 1, V] what is left of the target on the path from the root to node
-    alpha: jax.Array  # [B, D + 1] acceptance of those nodes at present
-    first_alpha: jax.Array  # [B, N] and when they were entered
+    left: jax.Array  # [B, V] what is left of the target at node, up to a factor
+    stack: jax.Array  # [B, D + 1, V] and at the nodes above it
+    scale: jax.Array  # [B, N] that makes it alpha p
+    alpha: jax.Array  # [B, N] acceptance of each node at present
+    first_alpha: jax.Array  # [B, N] and when it was entered
     late: jax.Array  # [B, N] mass that stopped at a node after its draws were refused
-    fresh: jax.Array  # [B, N] mass that stopped at a node without looking at its draws
+    fresh: jax.Array  # [B, N] mass that stopped at a node without draws
     nodeless: jax.Array  # [B, N, K] mass that stopped with a draw that is no node
 
 
@@ -173,9 +177,9 @@ def traversal(tree: TokenTree, target: Rows) -> PathDecision:
     least of 1 and its parent's alpha p / q. The first leaf in depth-first order is accepted with probability alpha.
     When it is refused, its parent gets p <- N((alpha p - q)+) and alpha <- S / (S + 1 - alpha), where S is the sum of
     (alpha p - q)+; draws without replacement leave q too. Exact for draws that are i.i.d. or without replacement, from
-    one source or several; equal to ``block`` on a chain. Of a draw that repeats a merged node only the first copy goes
-    into the subtree: later ones can stop at the node itself. Cost: one warp for each expanded node, O(V) per draw of
-    the tree, and [B, D + 1, V] memory.
+    one source or several; equal to ``block`` on a chain. Once a token was refused nothing of it is left, so its
+    repeats need no node of their own. Cost: one warp for each expanded node, O(V) per draw of the tree, and
+    [B, D + 1, V] memory.
     """
     batch, num_nodes, most = tree.draw_tokens.shape
     rows = jnp.arange(batch)
@@ -200,95 +204,114 @@ def traversal(tree: TokenTree, target: Rows) -> PathDecision:
         law = law.at[rows[:, None], tokens].set(0, mode="drop")
         return _normalise(law, law)
 
-    def refuse(p: jax.Array, alpha: jax.Array, law: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What a refused draw leaves of its node's p [B, V] and alpha [B]."""
-        left = jnp.maximum(alpha[:, None] * p - law, 0)
+    def refuse(left: jax.Array, scale: jax.Array, alpha: jax.Array, law: jax.Array) -> tuple[jax.Array, ...]:
+        """What a refused draw leaves of its node: left is not normalised, only alpha p = scale * left is needed."""
+        left = jnp.maximum(scale[:, None] * left - law, 0)
         total = left.sum(1)
-        return _normalise(left, p), _divide(total, total + (1 - alpha), 1)
+        room = total + (1 - alpha)  # in brackets, so that alpha cannot round to more than 1
+        return left, _divide(jnp.ones_like(room), room, 1), _divide(total, room, 1)
 
-    def child_of(node: jax.Array, draw: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """A draw's node [B], whether it has one, and one of its own: the i-th copy of a token takes the i-th node."""
-        tokens = _at(tree.draw_tokens, node)
-        token = _at(tokens, draw)
-        copy = (_at(usable, node) & (tokens == token[:, None]) & (slots < draw[:, None])).sum(1)
-        matches = tree.valid & (tree.parents == node[:, None]) & (tree.tokens == token[:, None])
-        place = jnp.cumsum(matches, 1)
-        own = matches & (place == copy[:, None] + 1)
-        child = jnp.argmax(jnp.where(own.any(1)[:, None], own, matches), 1).astype(jnp.int32)
-        return child, matches.any(1), own.any(1)
+    def enter(walk: _Walk) -> _Walk:
+        """Go down to the children that wait to be entered. Only here a row of the target is asked for."""
+        node = jnp.where(walk.entering, walk.child, walk.node)
+        alpha = _at(walk.alpha, node)
+        return walk._replace(
+            node=node,
+            entering=jnp.zeros(batch, bool),
+            entered=_put(walk.entered, node, jnp.ones(batch, bool), walk.entering),
+            left=jnp.where(walk.entering[:, None], target(node), walk.left),
+            stack=_put(walk.stack, _at(tree.depths, walk.node), walk.left, walk.entering),
+            scale=_put(walk.scale, node, alpha, walk.entering),
+            first_alpha=_put(walk.first_alpha, node, alpha, walk.entering),
+        )
 
-    def step(walk: _Walk) -> _Walk:
-        node, depth, active = walk.node, _at(tree.depths, walk.node), ~walk.done
+    def settle(walk: _Walk) -> _Walk:
+        """Deal with one draw of each row that is not entering a node."""
+        node, left = walk.node, walk.left
+        scale, alpha = _at(walk.scale, node), _at(walk.alpha, node)
         waiting = _at(usable, node) & (slots >= _at(walk.pointer, node)[:, None])
         draw = jnp.argmax(waiting, 1).astype(jnp.int32)
-        p, alpha = _at(walk.p, depth), _at(walk.alpha, depth)
-        law = draw_law(node, draw, p.dtype)
+        law = draw_law(node, draw, left.dtype)
         token = _at(tree.draw_tokens, node, draw)
-        accept = jnp.minimum(1, _divide(alpha * _at(p, token), _at(law, token), 0))
-        child, exists, own = child_of(node, draw)
-        has_subtree = exists & own & _at(expanded, child)
+        accept = jnp.minimum(1, _divide(scale * _at(left, token), _at(law, token), 0))
+        child, exists = _child(tree, node, token)
+        has_subtree = exists & _at(expanded, child)
         back = has_subtree & _at(walk.entered, child)
+        active = ~walk.done & ~walk.entering
         descend = active & has_subtree & ~back
-        settle = active & ~descend
+        settled = active & ~descend
 
         # A draw without a subtree is accepted or refused at once; one with a subtree was refused in all of it.
-        mass = jnp.where(settle & ~back, walk.live * accept, 0)
+        mass = jnp.where(settled & ~back, walk.live * accept, 0)
         live = walk.live - mass
         fresh = walk.fresh.at[rows, child].add(jnp.where(exists, mass, 0))
         nodeless = walk.nodeless.at[rows, node, draw].add(jnp.where(exists, 0, mass))
-        left, next_alpha = refuse(p, alpha, law)
+        after, next_scale, next_alpha = refuse(left, scale, alpha, law)
 
-        # With the last draw gone, the node itself is accepted or refused.
-        last = settle & ~(waiting & (slots > draw[:, None])).any(1)
+        # With the last draw gone, the node itself is accepted or refused, and its parent goes on.
+        last = settled & ~(waiting & (slots > draw[:, None])).any(1)
         mass = jnp.where(last, live * next_alpha, 0)
-        done = walk.done | (last & (node == 0))
-
-        below = lax.cond(descend.any(), target, lambda _: p, child)
-        level = jnp.where(descend, depth + 1, depth)
-        up = jnp.where(last & (node > 0), _at(tree.parents, node), node)
-        return _Walk(
-            node=jnp.where(descend, child, up),
-            done=done,
+        parent = jnp.maximum(_at(tree.parents, node), 0)
+        above = _at(walk.stack, _at(tree.depths, parent))
+        after = jnp.where(settled[:, None], after, left)
+        return walk._replace(
+            node=jnp.where(last, parent, node),
+            child=jnp.where(descend, child, walk.child),
+            entering=walk.entering | descend,
+            done=walk.done | (last & (node == 0)),
             live=live - mass,
-            pointer=_put(walk.pointer, node, draw + 1, settle),
-            entered=_put(walk.entered, child, jnp.ones(batch, bool), descend),
-            p=_put(walk.p, level, jnp.where(descend[:, None], below, left), active),
-            alpha=_put(walk.alpha, level, jnp.where(descend, accept, next_alpha), active),
-            first_alpha=_put(walk.first_alpha, child, accept, descend),
+            pointer=_put(walk.pointer, node, draw + 1, settled),
+            left=jnp.where(last[:, None], above, after),
+            scale=_put(walk.scale, node, next_scale, settled),
+            alpha=_put(_put(walk.alpha, node, next_alpha, settled), child, accept, descend),
             late=walk.late.at[rows, node].add(mass),
             fresh=fresh,
             nodeless=nodeless,
         )
 
-    p = target(jnp.zeros(batch, jnp.int32))
+    def next_nodes(walk: _Walk) -> _Walk:
+        return lax.while_loop(lambda walk: (~walk.done & ~walk.entering).any(), settle, enter(walk))
+
+    # The root is entered first.
+    shape = jax.eval_shape(target, jnp.zeros(batch, jnp.int32))
     empty = ~expanded[:, 0]
-    zeros = jnp.zeros((batch, num_nodes), p.dtype)
+    zeros = jnp.zeros((batch, num_nodes), shape.dtype)
     start = _Walk(
         node=jnp.zeros(batch, jnp.int32),
+        child=jnp.zeros(batch, jnp.int32),
+        entering=~empty,
         done=empty,
-        live=jnp.ones(batch, p.dtype),
+        live=jnp.ones(batch, shape.dtype),
         pointer=jnp.zeros((batch, num_nodes), jnp.int32),
         entered=jnp.zeros((batch, num_nodes), bool),
-        p=jnp.zeros((batch, tree.max_depth + 1, p.shape[-1]), p.dtype).at[:, 0].set(p),
-        alpha=jnp.ones((batch, tree.max_depth + 1), p.dtype),
+        left=jnp.zeros(shape.shape, shape.dtype),
+        stack=jnp.zeros((batch, tree.max_depth + 1, shape.shape[1]), shape.dtype),
+        scale=zeros + 1,
+        alpha=zeros + 1,
         first_alpha=zeros + 1,
         late=zeros,
         fresh=zeros.at[:, 0].set(empty),
-        nodeless=jnp.zeros(tree.draw_tokens.shape, p.dtype),
+        nodeless=jnp.zeros(tree.draw_tokens.shape, shape.dtype),
     )
-    walk = lax.while_loop(lambda walk: ~walk.done.all(), step, start)
+    walk = lax.while_loop(lambda walk: ~walk.done.all(), next_nodes, start)
     stop = walk.late + walk.fresh + walk.nodeless.sum(2)
 
     def residual(nodes: jax.Array) -> jax.Array:
         p = target(nodes)
 
-        def refuse_draw(draw: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            at = jnp.full(batch, draw)
-            left, alpha = refuse(*state, draw_law(nodes, at, p.dtype))
-            takes_part = _at(usable, nodes, at)
-            return jnp.where(takes_part[:, None], left, state[0]), jnp.where(takes_part, alpha, state[1])
+        alpha = _at(walk.first_alpha, nodes)
 
-        left, _ = lax.fori_loop(0, most, refuse_draw, (p, _at(walk.first_alpha, nodes)))
+        def refuse_draw(draw: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            at = jnp.full(batch, draw)
+            after = refuse(*state, draw_law(nodes, at, p.dtype))
+            takes_part = _at(usable, nodes, at)
+            return tuple(
+                jnp.where(jnp.expand_dims(takes_part, range(1, new.ndim)), new, old)
+                for new, old in zip(after, state, strict=True)
+            )
+
+        left, _, _ = lax.fori_loop(0, most, refuse_draw, (p, alpha, alpha))
+        left = _normalise(left, p)
         law = _at(walk.late, nodes)[:, None] * left + _at(walk.fresh, nodes)[:, None] * p
         law = law.at[rows[:, None], _at(tree.draw_tokens, nodes)].add(_at(walk.nodeless, nodes))
         return _normalise(law, p)
