@@ -52,7 +52,7 @@ def load[T](cls: type[T], path: str | pathlib.Path, overrides: Sequence[str] = (
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError([f"{path}: cannot read this config ({error.strerror}); expected a TOML file"]) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError([f"{path}: not valid TOML: {error}"]) from None
     for override in overrides:
         key, value = parse_override(override)
@@ -80,7 +80,10 @@ def digest(config: Any) -> str:
 
 def resolve(path: str) -> pathlib.Path:
     """A path written in a config: relative ones start at the repository, wherever the command was called."""
-    return REPOSITORY / pathlib.Path(path).expanduser()
+    try:
+        return REPOSITORY / pathlib.Path(path).expanduser()
+    except RuntimeError as error:  # ~somebody who is not there
+        raise ConfigError([f"{path}: {error}"]) from None
 
 
 def parse_override(text: str) -> tuple[str, Any]:

@@ -39,7 +39,10 @@ def load(source: str, *, num_prompts: int, max_tokens: int, tokenizer: tokenizer
         raise ConfigError([f"run.num_prompts: {num_prompts} asked for, but {source} has {len(texts)}"])
     prompts = []
     for name, text in texts[:num_prompts]:
-        tokens = tokenizer.encode(text).ids
+        try:
+            tokens = tokenizer.encode(text.encode().decode()).ids
+        except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair, text cannot
+            raise ConfigError([f"run.prompts: prompt {name!r} of {source} is no text: {error.reason}"]) from None
         if not tokens:
             raise ConfigError([f"run.prompts: prompt {name!r} of {source} has no tokens"])
         prompts.append(Prompt(name, text, tuple(tokens[-max_tokens:]), len(tokens) > max_tokens))

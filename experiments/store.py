@@ -62,14 +62,17 @@ def opened(
     Raises:
       ConfigError: if the directory holds another run, files that are no run, or a run somebody is working on.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"{directory}: cannot be a run's directory: {error.strerror}"]) from None
     with open(directory / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
         except OSError:
             raise ConfigError([f"{directory}: another process is working on this run"]) from None
         before = _read_header(directory)
-        if before:
+        if before is not None:
             _check_same(directory, before, header)
         rows = _read_rows(directory / "records.jsonl", cells)
         finished = {row["cell"] for row in rows}
@@ -77,24 +80,31 @@ def opened(
             cell: {**about, "status": "done" if cell in finished else "pending", "error": None}
             for cell, about in cells.items()
         }
-        sessions = [*before.get("sessions", []), session]
+        sessions = [*(before["sessions"] if before else []), session]
         store = Store(directory, {**header, "cells": entries, "sessions": sessions}, rows)
         store.save()
         yield store
 
 
 def reason(entry: Mapping[str, Any]) -> str:
-    """The last line of a failed cell's traceback."""
-    return entry["error"].strip().splitlines()[-1]
+    """What a failed cell raised: the last line of its traceback that is not JAX's note about hidden frames."""
+    lines = [line for line in entry["error"].strip().splitlines() if line and not line.startswith("-----")]
+    return [line for line in lines if not line.startswith("For simplicity, JAX has removed")][-1]
 
 
-def _read_header(directory: pathlib.Path) -> dict[str, Any]:
+def _read_header(directory: pathlib.Path) -> dict[str, Any] | None:
+    """What run.json holds; None where a run begins."""
     path = directory / "run.json"
-    if path.exists():
-        return json.loads(path.read_text(encoding="utf-8"))
-    if (directory / "records.jsonl").exists():
-        raise ConfigError([f"{directory}: records.jsonl without run.json is no run of ours; choose another --out"])
-    return {}
+    if not path.exists():
+        if (directory / "records.jsonl").exists():
+            raise ConfigError([f"{directory}: records.jsonl without run.json is no run of ours; choose another --out"])
+        return None
+    with contextlib.suppress(ValueError):
+        header = json.loads(path.read_text(encoding="utf-8"))
+        wanted = {"config": dict, "inputs": dict, "sessions": list}
+        if isinstance(header, dict) and all(isinstance(header.get(key), kind) for key, kind in wanted.items()):
+            return header
+    raise ConfigError([f"{path}: not a run.json of ours; choose another --out"])
 
 
 def _check_same(directory: pathlib.Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -28,9 +28,9 @@ class Run:
     padded: bool = False  # one executable for all trees of the sweep, instead of one of the right size for each
 
     def __post_init__(self):
-        if not re.fullmatch(r"[\w.-]+", self.name):
+        if not re.fullmatch(r"\w[\w.-]*", self.name):
             raise ValueError(
-                f"name: expected letters, digits, '.', '_' and '-', since it names a directory; got {self.name!r}"
+                f"name: expected letters, digits, '.', '_' and '-', a letter first, for a directory; got {self.name!r}"
             )
 
 
@@ -196,12 +196,17 @@ def _lists(raw: Mapping[str, Any], name: str, prefix: str) -> dict[str, list]:
     """Dotted keys to lists of values; TOML reads an unquoted dotted key as nested tables."""
     found = {}
     for key, value in raw.items():
+        dotted = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            found |= _lists(value, name, f"{prefix}{key}.")
+            lists = _lists(value, name, f"{dotted}.")
         elif isinstance(value, list | tuple) and value:
-            found[f"{prefix}{key}"] = list(value)
+            lists = {dotted: list(value)}
         else:
-            raise ConfigError([f"{name}.{prefix}{key}: expected a list with at least one value, got {value!r}"])
+            raise ConfigError([f"{name}.{dotted}: expected a list with at least one value, got {value!r}"])
+        twice = sorted(found.keys() & lists.keys())
+        if twice:
+            raise ConfigError([f"{name}.{twice[0]}: given twice, as a quoted key and as a table; keep one"])
+        found |= lists
     return found
 
 

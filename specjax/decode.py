@@ -90,8 +90,7 @@ def start(
 
     Args:
       spec, params: what to run.
-      tokens: [B, T] int32 right-padded prompts; T also bounds prompt + emitted + max_depth + 1, and is a multiple of
-        ``prefill.CHUNK``.
+      tokens: [B, T] int32 right-padded prompts; T holds prompt and budget, and is a multiple of ``prefill.CHUNK``.
       lengths: [B] int32 prompt lengths, at least 1.
       budgets: [B] int32 tokens to emit at most.
       eos_ids: [B, E] int32, padded with -1.

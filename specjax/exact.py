@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from specjax.laws import LAWS
 from specjax.types import NodeRule
@@ -181,7 +182,7 @@ def _run(function: Callable[[jax.Array, jax.Array], Any], p: Any, q: Any) -> Any
     """Call with p [V] and q [S, V]: traced as they are, or jitted in float64 giving NumPy arrays."""
     if np.ndim(p) != 1 or np.shape(p) != np.shape(q)[-1:]:
         raise ValueError(f"expected p [V] and q [V] or [S, V] over one vocabulary; got {np.shape(p)} and {np.shape(q)}")
-    if isinstance(p, jax.core.Tracer) or isinstance(q, jax.core.Tracer):
+    if isinstance(p, Tracer) or isinstance(q, Tracer):
         return function(jnp.asarray(p), jnp.atleast_2d(q))
     with jax.enable_x64(True):
         p, q = np.asarray(p, np.float64), np.atleast_2d(np.asarray(q, np.float64))

@@ -97,7 +97,8 @@ def generate(
       allow_lossy: needed for verifiers that change the target's distribution.
 
     Compiled code is reused for any prompts, budgets, seeds, warps, stop tokens and topologies of one static shape; it
-    is compiled anew for another batch size, and for each bucket of the longest prompt + budget: 128, 256, 512, ..
+    is compiled anew for another batch size, and for each bucket of the longest prompt + budget (up to 128, 256, 512,
+    ..) and of the number of stop tokens (up to 8, 16, 24, ..).
 
     Raises:
       ValueError: for any bad input, saying what was expected.

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def ancestor_mask(parents: jax.Array) -> jax.Array:
@@ -13,7 +14,12 @@ def ancestor_mask(parents: jax.Array) -> jax.Array:
 
     Returns:
       [N, N] bool, row = the node that looks. SpecInfer's topology-aware causal mask (section 4.2).
+
+    Raises:
+      ValueError: for parents that are no [N] slots, or that go round in a circle; values are not checked under ``jit``.
     """
+    if not isinstance(parents, jax.core.Tracer):
+        _check_parents(np.asarray(parents))
     parents = jnp.asarray(parents, jnp.int32)
     count = parents.shape[0]
     # Pointer doubling: after step s a row knows its 2^s nearest ancestors. The extra last row stands for "no parent".
@@ -43,3 +49,14 @@ def depth_first_positions(parents: jax.Array, depths: jax.Array, counted: jax.Ar
     # Before a node come its proper ancestors, and everything under an older sibling of it or of an ancestor.
     skipped = jnp.sum(jnp.where(older_siblings, sizes[None, :], 0), axis=1)
     return depths + jnp.sum(jnp.where(ancestors, skipped[None, :], 0), axis=1)
+
+
+def _check_parents(parents: np.ndarray) -> None:
+    count = len(parents) if parents.ndim == 1 else 0
+    if not count or parents.dtype.kind not in "iu" or parents.min() < -1 or parents.max() >= count:
+        raise ValueError(f"parents must be integers in [-1, N), one per slot; got {parents!r}")
+    above = parents
+    for _ in range(count):  # after N steps up, every slot is past its root
+        above = np.where(above < 0, -1, parents[above])
+    if np.any(above >= 0):
+        raise ValueError(f"parents go round in a circle at slots {np.flatnonzero(above >= 0).tolist()}: {parents!r}")

@@ -57,7 +57,7 @@ def prepare(
     verifier = _verifier(verifier, drafter, allow_lossy)
     tokens, lengths = _prompts(prompts, target)
     budgets = _per_prompt("max_new_tokens", max_new_tokens, len(prompts))
-    if any(isinstance(budget, bool) or budget < 0 for budget in budgets):
+    if any(isinstance(budget, bool) or not 0 <= budget < 2**31 for budget in budgets):
         raise ValueError(f"max_new_tokens must be an integer >= 0, or one per prompt; got {max_new_tokens!r}")
     budgets = np.array(budgets)
     _check_room(target, drafter, lengths, budgets)
@@ -76,7 +76,8 @@ def prepare(
     if not isinstance(stops, Iterable):
         raise ValueError(f"eos_ids must be a list of token ids; got {eos_ids!r}")
     stops = list(stops)
-    if not all(isinstance(stop, int | np.integer) and 0 <= stop < target.vocab_size for stop in stops):
+    is_token = lambda stop: isinstance(stop, int | np.integer) and not isinstance(stop, bool)
+    if not all(is_token(stop) and 0 <= stop < target.vocab_size for stop in stops):
         raise ValueError(f"eos_ids must be token ids in [0, {target.vocab_size}); got {stops!r}")
     padded_stops = [*stops, *[-1] * (-len(stops) % 8 if stops else 8)]  # a handful of sizes, not one per list
     all_seeds = _seeds(seeds, len(prompts))
@@ -117,7 +118,7 @@ def make_drafter(
     for index, draft in enumerate(drafts):
         if not isinstance(draft, Model | Drafter):
             raise ValueError(f"drafts[{index}] is a {type(draft).__name__}; expected a Model or a Drafter")
-    if draft_mode not in DRAFT_MODES:
+    if not isinstance(draft_mode, str) or draft_mode not in DRAFT_MODES:
         raise ValueError(f"unknown draft_mode {draft_mode!r}{_nearest(draft_mode, DRAFT_MODES)}")
     if not (tree is None or callable(tree) or isinstance(tree, Topology)):
         tree = Topology.from_schedule(tree)
@@ -209,7 +210,7 @@ def _check_room(target: Model, drafter: Drafter, lengths: np.ndarray, budgets: n
 def _per_prompt(name: str, value, count: int, scalar: type | tuple = (int, np.integer)) -> list:
     if isinstance(value, scalar):
         return [value] * count
-    if isinstance(value, str) or not hasattr(value, "__len__"):
+    if isinstance(value, str) or not hasattr(value, "__len__") or not np.ndim(value):
         raise ValueError(f"{name} is {value!r}; expected one value or one per prompt")
     values = list(value)
     if len(values) != count:

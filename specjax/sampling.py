@@ -67,8 +67,13 @@ def check_warp(warp: Warp) -> None:
       ValueError: naming the field, the value and the range it must lie in.
     """
     for name, ok, want in (
-        ("temperature", lambda x: np.isfinite(x) & (x >= 0), "a finite number >= 0 (0 is greedy)"),
-        ("top_k", lambda x: (x >= 0) & (x == np.floor(x)), "an integer >= 0 (0 keeps all tokens)"),
+        # Within float32 and int32, which they are kept in: nothing may turn into infinity, or into greedy.
+        ("temperature", lambda x: (x == 0) | ((x >= 1e-30) & (x <= 1e30)), "0 (greedy) or a number in [1e-30, 1e30]"),
+        (
+            "top_k",
+            lambda x: (x >= 0) & (x == np.floor(x)) & (x < 2**31),
+            "an integer in [0, 2^31) (0 keeps all tokens)",
+        ),
         ("top_p", lambda x: (x > 0) & (x <= 1), "a number in (0, 1] (1 keeps all tokens)"),
     ):
         value = getattr(warp, name)

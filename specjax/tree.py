@@ -10,6 +10,8 @@ import numpy as np
 
 Array = jax.Array | np.ndarray  # topologies are made on the host
 
+MAX_NODES = 4096  # a mistyped schedule asks for millions, and would be built for minutes
+
 
 class TreeShape(NamedTuple):
     """The static bounds of a family of trees; topologies padded to one shape share one executable."""
@@ -59,7 +61,8 @@ class Topology:
         Every node at depth i has k_(i+1) children: (3, 2, 1, 1) has 3 nodes at depth 1 and 6 at each depth below.
 
         Raises:
-          ValueError: if the schedule is empty or has an entry that is not a positive integer.
+          ValueError: if the schedule is empty, has an entry that is not a positive integer, or more than ``MAX_NODES``
+            nodes.
         """
         if isinstance(schedule, int | str) or not isinstance(schedule, Sequence):
             raise ValueError(f"an expansion schedule is a sequence such as (3, 2, 1, 1); got {schedule!r}")
@@ -70,6 +73,8 @@ class Topology:
                 raise ValueError(
                     f"expansion schedule {tuple(schedule)}: entry {level} is {width!r}, expected an integer >= 1"
                 )
+        widths = np.cumprod(np.asarray(schedule, object))
+        _check_count(int(widths.sum()) + 1, f"expansion schedule {tuple(schedule)}")
         paths: list[tuple[int, ...]] = []
         level_paths: list[tuple[int, ...]] = [()]
         for width in schedule:
@@ -82,10 +87,11 @@ class Topology:
         """A linear draft of ``length`` tokens; 0 is the lone root, that is incremental decoding.
 
         Raises:
-          ValueError: if length is not an integer >= 0.
+          ValueError: if length is not an integer >= 0, or the chain has more than ``MAX_NODES`` nodes.
         """
         if not _is_int(length) or length < 0:
             raise ValueError(f"a chain's length is an integer >= 0; got {length!r}")
+        _check_count(length + 1, f"a chain of {length}")
         return cls._from_valid_paths([(0,) * (depth + 1) for depth in range(length)])
 
     @classmethod
@@ -287,6 +293,11 @@ def draw_picture(tree: TokenTree | Topology, labels: Sequence[str] | None = None
         return lines
 
     return "\n".join([texts[0], *below(0, "")])
+
+
+def _check_count(count: int, what: str) -> None:
+    if count > MAX_NODES:
+        raise ValueError(f"{what} has {count} nodes, the root included; trees have at most {MAX_NODES}")
 
 
 def _is_int(value: object) -> bool:

@@ -133,3 +133,34 @@ def test_a_lossy_verifier_runs_when_asked_for():
     verifier = sj.Verifier("blur", never, None, lossy=True)
     with pytest.raises(AssertionError, match="traced"):
         sj.generate(TARGET, [[1]], verifier=verifier, allow_lossy=True, max_new_tokens=5, **DRAFTED)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(draft_mode=["x"]),
+        dict(max_new_tokens=np.array(3)),
+        dict(max_new_tokens=10**22),
+        dict(eos_ids=[True]),
+        dict(warp=sj.Warp(1e50)),
+        dict(warp=sj.Warp(1e-50)),
+        dict(warp=sj.Warp(1.0, 2**31)),
+    ],
+    ids=str,
+)
+def test_values_that_would_overflow_or_turn_into_others_are_refused(arguments):
+    (name,) = arguments
+    with pytest.raises(ValueError, match=f"(?i){name}"):
+        sj.generate(TARGET, [[1]], **{"max_new_tokens": 4, **arguments})
+
+
+@pytest.mark.parametrize("parents", [[-1, 2, 1], [-1, 9], [], [[-1]], [-1.0, 0.0]], ids=str)
+def test_parents_that_are_no_tree_are_refused(parents):
+    with pytest.raises(ValueError, match="parents"):
+        sj.ancestor_mask(parents)
+
+
+@pytest.mark.parametrize("schedule", [(10**9,), (300, 300, 300)], ids=str)
+def test_mistyped_schedules_are_refused_before_they_are_built(schedule):
+    with pytest.raises(ValueError, match="at most 4096"):
+        sj.Topology.from_schedule(schedule)

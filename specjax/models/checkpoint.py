@@ -53,13 +53,20 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _eos_ids(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    generation = directory / "generation_config.json"
-    ids = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    source = directory / "generation_config.json"
+    ids = _read_json(source).get("eos_token_id") if source.exists() else None
     if ids is None:
+        source = directory / "config.json"
         ids = config.get("eos_token_id")
     if ids is None:
         return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    listed = ids if isinstance(ids, list) else [ids]
+    for token in listed:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < config["vocab_size"]:
+            raise ValueError(
+                f"{source}: eos_token_id is {ids!r}; expected a token id in [0, {config['vocab_size']}), or several"
+            )
+    return tuple(listed)
 
 
 def _weight_map(directory: Path) -> tuple[list[str], dict[str, str]]:
@@ -142,11 +149,15 @@ def load_model(path: str | Path, *, attention: str | TreeAttention | None = None
     Raises:
       FileNotFoundError: no such directory, config or weights.
       ValueError: everything that is wrong with the files, in one list: missing, truncated, misshaped or unused
-        tensors, weights that only exist as pickles, an architecture that is not supported.
+        tensors, weights that only exist as pickles, an architecture that is not supported, stop tokens that are no
+        token ids, an unknown dtype.
     """
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"unknown dtype {dtype!r}; expected float32, bfloat16 or float16")
     directory = Path(path)
     raw = _read_json(directory / "config.json")
     config = from_hugging_face(raw)
+    eos_ids = _eos_ids(directory, raw)
     graph_params = nnx.to_flat_state(abstract_decoder(config)[1])
     expected = {
         _tensor_name(key): tuple(leaf.shape[::-1] if _is_transposed(key) else leaf.shape) for key, leaf in graph_params
@@ -172,9 +183,7 @@ def load_model(path: str | Path, *, attention: str | TreeAttention | None = None
             value = read(_tensor_name(key))
             flat.append((key, leaf.replace(jax.numpy.asarray(value.T if _is_transposed(key) else value, dtype))))
     params = nnx.from_flat_state(flat)
-    return make_model(
-        config, params, attention=attention, dtype=dtype, eos_ids=_eos_ids(directory, raw), directory=str(directory)
-    )
+    return make_model(config, params, attention=attention, dtype=dtype, eos_ids=eos_ids, directory=str(directory))
 
 
 def save_model(

@@ -40,21 +40,38 @@ class DecoderConfig:
             raise ValueError(f"expected an even head_dim, since rotary positions turn pairs, got {self.head_dim}")
 
 
-def _required(raw: Mapping[str, Any], key: str) -> Any:
-    if raw.get(key) is None:
+def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer; without a default it must be there."""
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if value is None:
         raise ValueError(f"config.json has no {key!r}, which a {raw['model_type']} model needs")
-    return raw[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config.json has {key} {value!r}; expected an integer >= 1")
+    return value
+
+
+def _number(raw: Mapping[str, Any], key: str, default: float) -> float:
+    value = raw.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"config.json has {key} {value!r}; expected a number > 0")
+    return float(value)
 
 
 def _rope_theta(raw: Mapping[str, Any]) -> float:
     # Newer files keep the base inside rope_parameters; a plain "default" there is no scaling at all.
     settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"config.json has rope_scaling {settings!r}; expected an object or null")
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind != "default":
         raise ValueError(
             f"config.json asks for rope scaling of type {kind!r}; only plain rotary positions are supported"
         )
-    return float(settings.get("rope_theta", raw.get("rope_theta") or 10_000.0))
+    return _number(settings, "rope_theta", _number(raw, "rope_theta", 10_000.0))
 
 
 def _check_window(raw: Mapping[str, Any], max_positions: int) -> None:
@@ -76,8 +93,8 @@ def from_hugging_face(raw: Mapping[str, Any]) -> DecoderConfig:
     """Read the content of a config.json.
 
     Raises:
-      ValueError: another model family, a missing key, or something this decoder does not compute (rope scaling,
-        another activation, a sliding window).
+      ValueError: another model family, a missing or malformed value, or something this decoder does not compute (rope
+        scaling, partly rotated heads, another activation, a sliding window, quantised weights).
     """
     family = raw.get("model_type")
     if family not in _FAMILIES:
@@ -85,22 +102,28 @@ def from_hugging_face(raw: Mapping[str, Any]) -> DecoderConfig:
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ValueError(f"config.json asks for activation {activation!r}; only 'silu' is supported")
-    max_positions = _required(raw, "max_position_embeddings")
+    if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise ValueError(
+            f"config.json has partial_rotary_factor {raw['partial_rotary_factor']!r}; only whole heads are rotated"
+        )
+    if raw.get("quantization_config") is not None:
+        raise ValueError("config.json has a quantization_config; only weights in float32, float16 or bfloat16 are read")
+    max_positions = _size(raw, "max_position_embeddings")
     _check_window(raw, max_positions)
-    heads = _required(raw, "num_attention_heads")
-    hidden = _required(raw, "hidden_size")
+    heads = _size(raw, "num_attention_heads")
+    hidden = _size(raw, "hidden_size")
     bias = _ATTENTION_BIASES.get(family, bool(raw.get("attention_bias", False)))
     return DecoderConfig(
-        vocab_size=_required(raw, "vocab_size"),
+        vocab_size=_size(raw, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_required(raw, "intermediate_size"),
-        num_layers=_required(raw, "num_hidden_layers"),
+        intermediate_size=_size(raw, "intermediate_size"),
+        num_layers=_size(raw, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or hidden // heads,
+        num_kv_heads=_size(raw, "num_key_value_heads", heads),
+        head_dim=_size(raw, "head_dim", hidden // heads),
         max_positions=max_positions,
         rope_theta=_rope_theta(raw),
-        norm_eps=float(raw.get("rms_norm_eps") or 1e-6),
+        norm_eps=_number(raw, "rms_norm_eps", 1e-6),
         tied_head=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=bias,
         o_bias=bias and family == "llama",

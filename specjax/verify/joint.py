@@ -27,7 +27,7 @@ Schedule = Sequence[Sequence[int]]  # entry d: the draws each source makes at ev
 class Forest(NamedTuple):
     """Every tree that sources can draft, with its probability. T depends on sizes and laws only: forests stack."""
 
-    trees: TokenTree  # fields [T, ..]
+    trees: TokenTree  # NumPy fields [T, ..]
     probs: np.ndarray  # [T]
 
 
@@ -105,7 +105,7 @@ def enumerate_trees(drafts: Sequence[Table], laws: Sequence[str], schedule: Sche
     for place, node in enumerate(expanded):
         q_rows[node] = place * len(laws) + np.arange(len(laws))
     spread = lambda field: np.broadcast_to(np.asarray(field, np.int32), (len(probs), *np.shape(field)))
-    trees = TokenTree(
+    fields: dict[str, Any] = dict(
         tokens=tokens,
         parents=spread(parents),
         depths=spread(depths),
@@ -115,13 +115,12 @@ def enumerate_trees(drafts: Sequence[Table], laws: Sequence[str], schedule: Sche
         draw_source=spread(draw_source),
         q=laws_of_draws,
         q_rows=spread(q_rows),
-        laws=tuple(laws),
-        max_depth=len(schedule),
     )
+    trees = TokenTree(**fields, laws=tuple(laws), max_depth=len(schedule))
     return Forest(trees, probs)
 
 
-def _path_codes(tokens: np.ndarray, parents: Sequence[int], node: int, vocab_size: int) -> np.ndarray:
+def _path_codes(tokens: Any, parents: Any, node: int, vocab_size: int) -> np.ndarray:
     """[T] the path from below the root to a node, as a number to the base V: an index into a flattened table."""
     code, scale = np.zeros(len(tokens), np.int64), 1
     while node > 0:
@@ -134,7 +133,7 @@ def node_logits(trees: TokenTree, target: Table) -> np.ndarray:
     """[T, N, V] log-probabilities of a tabular target at every node."""
     vocab_size, parents = target[0].shape[-1], trees.parents[0]
     logits = []
-    for node, depth in enumerate(trees.depths[0]):
+    for node, depth in enumerate(np.asarray(trees.depths[0]).tolist()):
         code = _path_codes(trees.tokens, parents, node, vocab_size)
         with np.errstate(divide="ignore"):
             logits.append(np.log(target[depth].reshape(-1, vocab_size))[code])
@@ -200,7 +199,7 @@ def joint(ends: np.ndarray, forest: Forest, target: Table) -> Joint:
     trees, vocab_size = forest.trees, target[0].shape[-1]
     parents, total = trees.parents[0], np.zeros(target[-1].shape)
     mass = forest.probs[:, None, None] * ends
-    for node, depth in enumerate(trees.depths[0]):
+    for node, depth in enumerate(np.asarray(trees.depths[0]).tolist()):
         code = _path_codes(trees.tokens, parents, node, vocab_size)
         text = np.zeros((vocab_size**depth, vocab_size))
         np.add.at(text, code, mass[:, node])
@@ -226,7 +225,7 @@ def block_efficiency_bound(forest: Forest, target: Table) -> float:
     parents, total = trees.parents[0], 1.0
     for depth in range(1, trees.max_depth + 1):
         drawn = np.zeros((len(forest.probs), vocab_size**depth), bool)
-        for node in np.flatnonzero(trees.depths[0] == depth):
+        for node in np.flatnonzero(np.asarray(trees.depths[0]) == depth).tolist():
             code = _path_codes(trees.tokens, parents, node, vocab_size)
             drawn[np.flatnonzero(trees.valid[:, node]), code[trees.valid[:, node]]] = True
         sets = subsets(vocab_size**depth)

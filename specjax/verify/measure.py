@@ -56,7 +56,7 @@ def for_laws(rule: NodeRule | str, laws: Sequence[str]) -> NodeRule:
     return rule
 
 
-def laws_given(rule: NodeRule, p: jax.Array, q: jax.Array, source: jax.Array, outcomes: Outcomes) -> jax.Array:
+def laws_given(rule: NodeRule, p: jax.Array, q: jax.Array, source: Any, outcomes: Outcomes) -> jax.Array:
     """[M, V] the emitted token's law given each outcome at one node: p [V], q [S, V], source [K]."""
     one = lambda tokens, valid: rule(p, q, Draws(tokens, jnp.asarray(source), valid))
     return jax.vmap(one)(jnp.asarray(outcomes.tokens), jnp.asarray(outcomes.valid))

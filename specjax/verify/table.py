@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -96,7 +96,7 @@ def _node_rules(rng: np.random.Generator, num_problems: int) -> dict[str, dict[s
         spare = ((0, 0), (0, 0), (0, NODE_DRAWS - sum(counts)))
         tokens, valid = (np.pad(np.stack([part[field] for part, _ in parts]), spare) for field in (0, 1))
         source = np.broadcast_to(np.pad(parts[0][1], spare[-1]), tokens.shape)
-        draws.append(Draws(tokens, source, valid))
+        draws.append((tokens, source, valid))
         probs.append(np.stack([part.probs for part, _ in parts]))
     coupled = jax.jit(jax.vmap(average_coupled))
 
@@ -108,10 +108,10 @@ def _node_rules(rng: np.random.Generator, num_problems: int) -> dict[str, dict[s
             if not chosen:
                 continue
             rule = for_laws(name, () if laws is None else (laws,) * NODE_DRAWS)
-            batch = Draws(*(np.concatenate(field, 1) for field in zip(*[draws[at] for at in chosen], strict=True)))
+            fields: Any = [np.concatenate(field, 1) for field in zip(*[draws[at] for at in chosen], strict=True)]
             one_problem = jax.vmap(rule, in_axes=(None, None, 0))
             emitted = np.asarray(
-                jax.jit(lambda args, rule=one_problem: jax.lax.map(lambda a: rule(*a), args))((p, q, batch))
+                jax.jit(lambda args, rule=one_problem: jax.lax.map(lambda a: rule(*a), args))((p, q, Draws(*fields)))
             )
             ends = np.cumsum([probs[at].shape[1] for at in chosen])[:-1]
             for at, part in zip(chosen, np.split(emitted, ends, 1), strict=True):
@@ -165,7 +165,7 @@ def _batch(trees: list[TokenTree], law: str) -> TokenTree:
         max(getattr(tree, field).shape[axis] for tree in trees) for field, axis in (("draw_tokens", 2), ("q", 1))
     )
 
-    def pad(field: np.ndarray, axis: int, size: int) -> np.ndarray:
+    def pad(field: Any, axis: int, size: int) -> Any:
         return np.pad(field, [(0, size - have if at == axis else 0) for at, have in enumerate(field.shape)])
 
     padded = [

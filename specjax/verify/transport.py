@@ -92,18 +92,22 @@ def _plan(p: bytes, q: bytes, laws: tuple[str, ...], counts: tuple[int, ...]) ->
     return {mask: sent / sets[mask] + max(0.0, 1 - sent.sum() / sets[mask]) * left for mask, sent in flow.items()}
 
 
-def _emitted(laws: tuple[str, ...], p: np.ndarray, q: np.ndarray, draws: Draws) -> np.ndarray:
-    """Host side: the emitted laws [n, V] in float64 for p [n, V], q [n, S, V] and draws [n, K]."""
+def _emitted(
+    laws: tuple[str, ...], p: np.ndarray, q: np.ndarray, tokens: np.ndarray, source: np.ndarray, valid: np.ndarray
+) -> np.ndarray:
+    """Host side: the emitted laws [n, V] in float64 for p [n, V], q [n, S, V] and tokens, source, valid [n, K]."""
     p, q = p.astype(np.float64), q.astype(np.float64)
     p /= p.sum(-1, keepdims=True)
     q /= np.maximum(q.sum(-1, keepdims=True), np.finfo(np.float64).tiny)
     rows = np.arange(len(p))[:, None]
-    usable = draws.valid & (q[rows, draws.source, draws.tokens] > 0)
-    drawn = np.bitwise_or.reduce(np.where(usable, 1 << draws.tokens.astype(np.int64), 0), axis=1)
-    counts = (usable[:, :, None] & (draws.source[:, :, None] == np.arange(len(laws)))).sum(1)
-    nodes = zip(p, q, counts.tolist(), drawn.tolist(), strict=True)
-    plans = (_plan(p.tobytes(), q.tobytes(), laws, tuple(counts)).get(drawn, p) for p, q, counts, drawn in nodes)
-    return np.stack(list(plans))
+    usable = valid & (q[rows, source, tokens] > 0)
+    drawn = np.bitwise_or.reduce(np.where(usable, 1 << tokens.astype(np.int64), 0), axis=1)
+    counts = (usable[:, :, None] & (source[:, :, None] == np.arange(len(laws)))).sum(1)
+    emitted = np.empty_like(p)
+    for node, (mask, count) in enumerate(zip(drawn.tolist(), counts.tolist(), strict=True)):
+        plan = _plan(p[node].tobytes(), q[node].tobytes(), laws, tuple(count))
+        emitted[node] = plan.get(mask, p[node])  # a set that cannot be drawn decides nothing
+    return emitted
 
 
 def optimal(p: jax.Array, q: jax.Array, draws: Draws, *, laws: tuple[str, ...]) -> jax.Array:
@@ -140,9 +144,9 @@ def optimal(p: jax.Array, q: jax.Array, draws: Draws, *, laws: tuple[str, ...]) 
     def host(*arguments: jax.Array) -> np.ndarray:
         p_words, q_words, tokens, source, valid = (np.ascontiguousarray(argument) for argument in arguments)
         batch = tokens.shape[:-1]
-        draws = Draws(*(field.reshape(-1, most) for field in (tokens, source, valid)))
+        drawn = (field.reshape(-1, most) for field in (tokens, source, valid))
         p, q = p_words.view(dtype).reshape(-1, vocab_size), q_words.view(dtype).reshape(-1, len(laws), vocab_size)
-        emitted = _emitted(laws, p, q, draws).astype(dtype)
+        emitted = _emitted(laws, p, q, *drawn).astype(dtype)
         return emitted.view(np.uint32).reshape(*batch, *words.shape)
 
     dtype, words = p.dtype, words_of(p)

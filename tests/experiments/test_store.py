@@ -85,6 +85,29 @@ def test_records_of_unknown_origin_are_refused(opened, tmp_path):
         pass
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", '{"config": ', '{"config": {}, "inputs": {}}'])
+def test_a_foreign_run_json_is_refused_and_its_records_stay(opened, tmp_path, content):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text(content)
+    (tmp_path / "run/records.jsonl").write_text('{"somebody": "else"}\n')
+    with pytest.raises(ConfigError, match="not a run.json of ours"), opened():
+        pass
+    assert (tmp_path / "run/records.jsonl").read_text() == '{"somebody": "else"}\n'
+
+
+def test_a_file_is_no_run(opened, tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ConfigError, match="cannot be a run's directory"), opened():
+        pass
+
+
+def test_the_reason_of_a_failure_is_not_the_note_about_hidden_frames():
+    error = (
+        "Traceback\nValueError: too wide\n--------------------\nFor simplicity, JAX has removed its internal frames\n"
+    )
+    assert store.reason({"error": error}) == "ValueError: too wide"
+
+
 def _try_to_open(path, answers):
     try:
         with store.opened(path, HEADER, CELLS, {}):

@@ -110,12 +110,27 @@ def test_rope_base_is_read_where_it_is(tmp_path, changes):
         ({"model_type": "mistral", "sliding_window": 4}, "sliding window of 4 positions"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}, "sliding window of 4 positions"),
         ({"num_key_value_heads": 3}, "multiple of num_kv_heads"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": "linear"}, "rope_scaling 'linear'"),
+        ({"num_attention_heads": "4"}, "num_attention_heads '4'"),
+        ({"max_position_embeddings": 1e3}, "max_position_embeddings 1000.0"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps 0"),
+        ({"eos_token_id": "2"}, "eos_token_id is '2'"),
+        ({"eos_token_id": [1, True]}, "eos_token_id is"),
+        ({"eos_token_id": 10**6}, "eos_token_id is 1000000"),
     ],
 )
-def test_unsupported_configs_are_refused(tmp_path, changes, message):
+def test_what_is_not_computed_or_malformed_is_refused(tmp_path, changes, message):
     folder = directories.write(tmp_path, directories.config(**changes), directories.tensors())
     with pytest.raises(ValueError, match=message):
         load_model(folder)
+
+
+def test_a_dtype_that_would_round_weights_to_nothing_is_refused(tmp_path):
+    folder = directories.write(tmp_path, directories.config(), directories.tensors())
+    with pytest.raises(ValueError, match="unknown dtype 'int32'; expected float32"):
+        load_model(folder, dtype="int32")
 
 
 def test_every_problem_is_named_at_once(tmp_path):
