@@ -303,7 +303,7 @@ def traversal(tree: TokenTree, target: Rows) -> PathDecision:
 
         def refuse_draw(draw: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             at = jnp.full(batch, draw)
-            after = refuse(*state, draw_law(nodes, at, p.dtype))
+            after = refuse(state[0], state[1], state[2], draw_law(nodes, at, p.dtype))
             takes_part = _at(usable, nodes, at)
             return tuple(
                 jnp.where(jnp.expand_dims(takes_part, range(1, new.ndim)), new, old)
