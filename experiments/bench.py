@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -22,42 +21,49 @@ from specjax import decode
 from specjax.request import prepare
 from specjax.types import Model, TreeMask
 
-LOOP = 16  # forwards per timed call: like rounds, they run in a loop inside one executable
+IN_A_LOOP, ALONE = 16, 1  # forwards per timed call: in a loop inside one executable, as rounds are, or each on its own
 
 
 def bare_forward(
-    model: Model, *, rows: int, tree_rows: int, prefix: int, capacity: int, last_only: bool = False
+    model: Model, *, passes: int, rows: int, tree_rows: int, prefix: int, capacity: int, last_only: bool = False
 ) -> Callable[[], float]:
     """Seconds of one forward of ``rows`` rows, the last of ``tree_rows`` uncommitted ones, and nothing else.
 
     ``last_only`` asks for the logits of the last row alone.
     """
     lengths = jnp.full((1,), prefix, jnp.int32)
-    mask = TreeMask(lengths, jnp.ones((1, rows, tree_rows), bool))
+    tree_mask = jnp.ones((1, rows, tree_rows), bool)
     cache = model.init_cache(1, capacity)
     earlier = lambda buffers: tuple(buffer[:, :, : tree_rows - rows] for buffer in buffers)
     cache = dataclasses.replace(cache, k_tree=earlier(cache.k), v_tree=earlier(cache.v), lengths=lengths)
-    positions = jnp.full((1, rows), prefix, jnp.int32)
     wanted = jnp.full((1, 1), rows - 1, jnp.int32) if last_only else None
 
     @jax.jit
     def loop(params, cache):
-        def body(_, tokens):
+        # Each waits for the one before, and nothing but the cache is known beforehand: no pass is cheaper than a first.
+        def body(_, token):
+            tokens, prefixes = jnp.full((1, rows), token), lengths + token - 1
+            mask = TreeMask(prefixes, tree_mask)
+            positions = jnp.broadcast_to(prefixes[:, None], (1, rows))
             logits = model.forward(params, tokens, positions, mask, cache, rows=wanted).logits
-            return tokens + (logits[..., 0] * 0).astype(jnp.int32)  # each waits for the one before
+            return token + (logits[0, 0, 0] * 0).astype(jnp.int32)
 
-        return lax.fori_loop(0, LOOP, body, jnp.ones((1, rows), jnp.int32))
+        return lax.fori_loop(0, passes, body, jnp.int32(1))
 
-    return lambda: timed(lambda: loop(model.params, cache)) / LOOP
+    return lambda: timed(lambda: loop(model.params, cache)) / passes
 
 
-def round_cost(target: Model, draft: Model, schedule: Sequence[int], *, prompt: Sequence[int], new_tokens: int) -> dict:
-    """The calls to be timed: rounds of greedy decoding at batch 1, and the bare forwards of one round."""
+def round_cost(
+    target: Model, draft: Model, schedule: Sequence[int], *, prompt: Sequence[int], new_tokens: int
+) -> dict[tuple[str, int], Callable[[], float]]:
+    """The calls to be timed: rounds of greedy decoding at batch 1, and the bare forwards of one round.
+
+    Keys are a name and how many passes one call makes; a round has only the one way.
+    """
     shape = sj.Topology.from_schedule(schedule).shape
     plan = prepare(target, [prompt], drafts=[draft], tree=tuple(schedule), max_new_tokens=new_tokens, eos_ids=())
     capacity = plan.inputs[0].shape[1]
     middle = len(prompt) + new_tokens // 2
-    forward = functools.partial(bare_forward, prefix=middle, capacity=capacity)
 
     def rounds() -> float:
         state = jax.block_until_ready(plan.start())
@@ -65,14 +71,20 @@ def round_cost(target: Model, draft: Model, schedule: Sequence[int], *, prompt: 
         state = jax.block_until_ready(decode.run_decode(plan.spec, plan.params, state))
         return (time.perf_counter() - began) / int(jnp.sum(state.rounds.emitted > 0))
 
-    calls = {"round": rounds, "target": forward(target, rows=shape.num_nodes, tree_rows=shape.num_nodes)}
     # The draft is fed what the last round emitted (up to depth + 1 tokens), then every level that has children.
     emitted = shape.depth + 1
-    calls["draft, emitted tokens"] = forward(draft, rows=emitted, tree_rows=emitted, last_only=True)
+    forwards = {
+        "target": dict(model=target, rows=shape.num_nodes, tree_rows=shape.num_nodes),
+        "draft, emitted tokens": dict(model=draft, rows=emitted, tree_rows=emitted, last_only=True),
+    }
     fed = 0
     for level, width in enumerate(shape.widths[1:], 1):
         fed += width
-        calls[f"draft, level {level}"] = forward(draft, rows=width, tree_rows=fed)
+        forwards[f"draft, level {level}"] = dict(model=draft, rows=width, tree_rows=fed)
+    calls: dict[tuple[str, int], Callable[[], float]] = {("round", IN_A_LOOP): rounds}
+    for name, arguments in forwards.items():
+        for passes in (IN_A_LOOP, ALONE):
+            calls[name, passes] = bare_forward(**arguments, passes=passes, prefix=middle, capacity=capacity)
     return calls
 
 
@@ -93,23 +105,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     calls = round_cost(target, draft, schedule, prompt=prompt, new_tokens=options.new_tokens)
     median = interleaved(calls, options.repeats)
-    bare = sum(seconds for name, seconds in median.items() if name != "round")
-    ratio = median["round"] / bare
-    table = Table(title=f"A round of <{options.schedule}>, batch 1, greedy", title_justify="left")
-    table.add_column("part")
-    table.add_column("ms", justify="right")
-    for name, seconds in {**median, "all bare forwards": bare}.items():
-        table.add_row(name, f"{1e3 * seconds:.3f}")
     attention = attention_ratios(repeats=options.repeats)
+    round_seconds = median["round", IN_A_LOOP]
+    bare = {passes: sum(median[key] for key in median if key[1] == passes) for passes in (IN_A_LOOP, ALONE)}
+    bare[IN_A_LOOP] -= round_seconds
+
+    table = Table(title=f"A round of <{options.schedule}>, batch 1, greedy", title_justify="left")
+    table.add_column("milliseconds")
+    table.add_column("in a loop", justify="right")
+    table.add_column("each its own call", justify="right")
+    rows = {name: [median.get((name, passes)) for passes in (IN_A_LOOP, ALONE)] for name, _ in median}
+    rows["all bare forwards"] = [bare[IN_A_LOOP], bare[ALONE]]
+    for name, values in rows.items():
+        table.add_row(name, *["" if value is None else f"{1e3 * value:.3f}" for value in values])
     console = Console()
     console.print(table)
-    console.print(f"round / its bare forwards: {ratio:.2f}")
-    for name, value in attention.items():
-        console.print(f"attention, {name}: {value:.2f}")
-    milliseconds = {name: 1e3 * seconds for name, seconds in median.items()}
-    print(
-        json.dumps({"schedule": schedule, "round / bare": ratio, "milliseconds": milliseconds, "attention": attention})
-    )
+    ratios = {
+        "round / bare forwards, each its own call": round_seconds / bare[ALONE],
+        "round / bare forwards, in a loop": round_seconds / bare[IN_A_LOOP],
+        **{f"attention, {name}": value for name, value in attention.items()},
+    }
+    for name, value in ratios.items():
+        console.print(f"{name}: {value:.2f}")
+    milliseconds = {name: [value and 1e3 * value for value in values] for name, values in rows.items()}
+    print(json.dumps({"schedule": schedule, "ratios": ratios, "milliseconds": milliseconds}))
 
 
 if __name__ == "__main__":

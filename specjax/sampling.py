@@ -36,7 +36,8 @@ class Warp:
         )
         # Relative to the largest logit, so that a tiny temperature cannot overflow.
         shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
-        probs = jax.nn.softmax(shifted / jnp.where(temperature > 0, temperature, 1), axis=-1)
+        mass = jnp.exp(shifted / jnp.where(temperature > 0, temperature, 1))
+        probs = mass / jnp.sum(mass, axis=-1, keepdims=True)
 
         def keep_likeliest(probs: jax.Array) -> jax.Array:
             order = jnp.argsort(probs, axis=-1, stable=True, descending=True)
@@ -114,4 +115,5 @@ class Streams(NamedTuple):
 def sample_at(emit_keys: jax.Array, positions: jax.Array, probs: jax.Array) -> jax.Array:
     """Draw tokens [B] from probs [B, V] with the EMIT noise of the positions [B] they are emitted at (Gumbel-max)."""
     noise = jax.vmap(lambda key: gumbel_noise(key, probs.shape[-1], probs.dtype))(fold_in(emit_keys, positions))
-    return jnp.argmax(jnp.log(probs) + noise, axis=-1).astype(jnp.int32)
+    # Behind the barrier, since XLA would compute the noise again inside the argmax, several times over.
+    return jnp.argmax(lax.optimization_barrier(jnp.log(probs) + noise), axis=-1).astype(jnp.int32)
