@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -73,18 +74,17 @@ def round_cost(
 
     # The draft is fed what the last round emitted (up to depth + 1 tokens), then every level that has children.
     emitted = shape.depth + 1
-    forwards = {
-        "target": dict(model=target, rows=shape.num_nodes, tree_rows=shape.num_nodes),
-        "draft, emitted tokens": dict(model=draft, rows=emitted, tree_rows=emitted, last_only=True),
-    }
-    fed = 0
-    for level, width in enumerate(shape.widths[1:], 1):
-        fed += width
-        forwards[f"draft, level {level}"] = dict(model=draft, rows=width, tree_rows=fed)
+    forward = functools.partial(bare_forward, prefix=middle, capacity=capacity)
     calls: dict[tuple[str, int], Callable[[], float]] = {("round", IN_A_LOOP): rounds}
-    for name, arguments in forwards.items():
-        for passes in (IN_A_LOOP, ALONE):
-            calls[name, passes] = bare_forward(**arguments, passes=passes, prefix=middle, capacity=capacity)
+    for passes in (IN_A_LOOP, ALONE):
+        calls["target", passes] = forward(target, passes=passes, rows=shape.num_nodes, tree_rows=shape.num_nodes)
+        calls["draft, emitted tokens", passes] = forward(
+            draft, passes=passes, rows=emitted, tree_rows=emitted, last_only=True
+        )
+        fed = 0
+        for level, width in enumerate(shape.widths[1:], 1):
+            fed += width
+            calls[f"draft, level {level}", passes] = forward(draft, passes=passes, rows=width, tree_rows=fed)
     return calls
 
 

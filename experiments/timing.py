@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 
-def interleaved(calls: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+def interleaved[K](calls: dict[K, Callable[[], float]], repeats: int) -> dict[K, float]:
     """Median seconds of each call, which times itself; they take turns, so that a busy machine slows all alike."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    seconds: dict[K, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats + 1):
         for name, call in calls.items():
             took = call()

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 def ancestor_mask(parents: jax.Array) -> jax.Array:
@@ -18,7 +19,7 @@ def ancestor_mask(parents: jax.Array) -> jax.Array:
     Raises:
       ValueError: for parents that are no [N] slots, or that go round in a circle; values are not checked under ``jit``.
     """
-    if not isinstance(parents, jax.core.Tracer):
+    if not isinstance(parents, Tracer):
         _check_parents(np.asarray(parents))
     parents = jnp.asarray(parents, jnp.int32)
     count = parents.shape[0]
