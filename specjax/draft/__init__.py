@@ -1,6 +1,7 @@
-"""Draft sources: one small model, several merged, or none."""
+"""Draft sources: one small model, several merged, the text itself, or none; and what decides the shape of a tree."""
 
 from specjax.draft.ensemble import ensemble, merge
+from specjax.draft.lookup import prompt_lookup
 from specjax.draft.none import NO_DRAFT
 from specjax.draft.ssm import ssm
 
@@ -8,5 +9,6 @@ __all__ = [
     "NO_DRAFT",
     "ensemble",
     "merge",
+    "prompt_lookup",
     "ssm",
 ]
