@@ -49,6 +49,17 @@ def law_key(laws: Sequence[str]) -> str:
     return f"{laws[0]} x sources" if len(set(laws)) == 1 else " + ".join(laws)
 
 
+def grown(law: str) -> str:
+    """The law of a tree that grows by what was drawn: each draw is one of ``law``, but how many a node has is random.
+
+    Whether a draw exists depends on draws made before it, here and elsewhere in the tree, and never on its own token.
+    A rule that tests draws one by one in drawing order stays exact: what it emits has the same law whether there is
+    another draw or not. Rules that ask how many draws there are, or which is the last, do not; nor do path rules, which
+    decide on a branch before they look at its younger siblings, though these may tell why it grew.
+    """
+    return f"grown {law}"
+
+
 def gumbel_noise(key: jax.Array, vocab_size: int, dtype: Any = jnp.float32) -> jax.Array:
     """[V] standard Gumbel noise. ``shared_gumbel`` drafting and the emission it anticipates both call this."""
     return jax.random.gumbel(key, (vocab_size,), dtype)

@@ -8,7 +8,7 @@ import pytest
 import specjax as sj
 from specjax.draft import ensemble, prompt_lookup, ssm
 from specjax.sampling import stack_warps
-from specjax.testing import reference_text, table_model
+from specjax.testing import table_model
 from specjax.tree import check_tree
 from specjax.types import Emission
 from tests.helpers import VOCAB, context, prompts_of, round_keys, slot_paths, topology
@@ -87,20 +87,31 @@ def test_drafts_equal_a_plain_search_round_after_round():
     assert seen == {0, 1, 2, 3}
 
 
-def test_text_is_that_of_incremental_decoding_and_a_lone_root_is_one_token():
-    """B03, B05, B25: greedy and sampled, alone and merged with an SSM; a batch of rows with and without matches."""
-    target, prompts = context(0), [[1, 2, 3] * 5, [4], *prompts_of([9, 12])]
-    options = dict(warp=[sj.Warp(0.0), sj.Warp(0.0), sj.Warp(0.7), sj.Warp(1.0)], seeds=[1, 2, 3, 4], eos_ids=())
-    plain = sj.generate(target, prompts, max_new_tokens=40, **options)
+def test_text_is_that_of_incremental_decoding_alone_and_merged_and_compiles_once():
+    """B03, B05, B25, B39: greedy and sampled; rows with and without matches; other texts are other data."""
+    traced = []
     lookup = prompt_lookup(VOCAB, min_match=1)
-    with_ssm = ensemble([ssm(context(0), topology((3, 2)), "deterministic"), lookup])
-    for drafter in (lookup, with_ssm):
-        result = sj.generate(target, prompts, drafts=[drafter], max_new_tokens=40, **options)
-        assert result.tokens == plain.tokens
-    assert result.stats.tokens_per_step > 2
-    alone = sj.generate(target, [[4]], drafts=[lookup], max_new_tokens=2, eos_ids=())
-    assert [item.drafted for item in alone.rounds[0]] == [0]
-    assert alone.tokens == [reference_text(target, [4], 2)]
+    assert lookup == prompt_lookup(VOCAB, min_match=1)  # the same functions, so compiled code is reused
+
+    def propose(*args):
+        traced.append(1)
+        return lookup.propose(*args)
+
+    counted = lookup._replace(propose=propose)
+    merged = ensemble([ssm(context(0), topology((3, 2)), "deterministic"), lookup])
+    warps = [sj.Warp(0.0), sj.Warp(0.0), sj.Warp(0.7), sj.Warp(1.0)]
+    options = dict(warp=warps, seeds=[1, 2, 3, 4], eos_ids=(), max_new_tokens=40)
+    for prompts in ([[4], [1, 2, 3] * 5, *prompts_of([9, 12])], prompts_of([5, 9, 12, 1], seed=1)):
+        plain = sj.generate(context(0), prompts, **options)
+        alone = sj.generate(context(0), prompts, drafts=[counted], **options)
+        assert alone.tokens == plain.tokens
+        if prompts[0] == [4]:  # two unlike tokens have no match, so the first round's tree is a lone root
+            assert plain.tokens[0][0] != 4
+            assert (alone.rounds[0][0].drafted, alone.rounds[0][0].emitted) == (0, 1)
+    assert len(traced) == 1
+    both = sj.generate(context(0), prompts, drafts=[merged], **options)
+    assert both.tokens == plain.tokens
+    assert both.stats.tokens_per_step > 2
 
 
 def test_a_text_that_repeats_itself_is_followed_for_the_whole_length():
@@ -109,22 +120,6 @@ def test_a_text_that_repeats_itself_is_followed_for_the_whole_length():
     result = sj.generate(target, [[0, 1, 2, 0]], drafts=[prompt_lookup(3, length=8, branches=1)], max_new_tokens=28)
     assert [item.accepted for item in result.rounds[0]] == [8, 8, 8]
     assert result.tokens[0] == [(1 + step) % 3 for step in range(28)]
-
-
-def test_nothing_is_compiled_for_other_texts():
-    """B39: a row's matches are data."""
-    drafter = prompt_lookup(VOCAB, min_match=1)
-    assert drafter == prompt_lookup(VOCAB, min_match=1)  # the same functions, so compiled code is reused
-    traced = []
-
-    def propose(*args):
-        traced.append(1)
-        return drafter.propose(*args)
-
-    counting = drafter._replace(propose=propose)
-    for prompts in (prompts_of([5, 9]), [[1, 2] * 7, [3]]):
-        sj.generate(context(0), prompts, drafts=[counting], max_new_tokens=20, eos_ids=())
-    assert len(traced) == 1
 
 
 @pytest.mark.parametrize(

@@ -404,7 +404,7 @@ def test_a_hostile_draft_is_reported_as_slower(runs, monkeypatch, tmp_path):
     assert summary["accepted"] == "0" and int(summary["drafted"]) == 3 * 39 * 14
     assert float(summary["tokens_per_step"]) == 1.0 and float(summary["speedup"]) < 1.0
     report = (runs.out / "report.md").read_text()
-    header = "| method | SSMs | drafted | accepted | steps | tokens/step | decode s | tokens/s | speed-up | text |"
+    header = "| method | drafts | drafted | accepted | steps | tokens/step | decode s | tokens/s | speed-up | text |"
     assert header in report and f"{float(summary['speedup']):.2f}x" in report
 
 
