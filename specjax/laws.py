@@ -53,11 +53,15 @@ def grown(law: str) -> str:
     """The law of a tree that grows by what was drawn: each draw is one of ``law``, but how many a node has is random.
 
     Whether a draw exists depends on draws made before it, here and elsewhere in the tree, and never on its own token.
-    A rule that tests draws one by one in drawing order stays exact: what it emits has the same law whether there is
-    another draw or not. Rules that ask how many draws there are, or which is the last, do not; nor do path rules, which
-    decide on a branch before they look at its younger siblings, though these may tell why it grew.
+    Then a verifier stays exact if the last draw of a node without anything below it, averaged over its token, changes
+    nothing: so it is where draws are tested one by one, and not where their number, or which is the last, matters.
     """
     return f"grown {law}"
+
+
+def drawn_by(law: str) -> str:
+    """The law of each draw of a tree: ``law`` itself, or that by which it has grown."""
+    return law.removeprefix("grown ")
 
 
 def gumbel_noise(key: jax.Array, vocab_size: int, dtype: Any = jnp.float32) -> jax.Array:

@@ -121,7 +121,8 @@ def draw_level(
       arity: room for draws.
       counts: [W] int32 draws that each node takes.
     """
-    q = Warp(*(field[:, None] for field in (warp.temperature, warp.top_k, warp.top_p)))(logits)
+    fields = (warp.temperature, warp.top_k, warp.top_p)
+    q = Warp(*(jnp.asarray(field)[:, None] for field in fields))(logits)
     if law.shares_emission:
         node_keys = jnp.broadcast_to(fold_in(keys.emit, keys.positions + depth)[:, None], logits.shape[:2])
     else:
