@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from specjax.draft.ssm import draw_level, feed_level, model_drafter
 from specjax.laws import LAWS, Law, grown
-from specjax.tree import TokenTree
+from specjax.tree import MAX_NODES, TokenTree
 from specjax.types import Drafter, Model
 
 GROWING = ("without_replacement", "iid", "shared_gumbel")  # laws whose draws can be made one after the other
@@ -80,6 +80,8 @@ def _builder(name: str, size: Size, laws: tuple[str, ...], mode: str) -> Callabl
             f"{name}: {size.nodes} nodes are more than the {most} that a width of {size.width} and a depth of "
             f"{size.depth} can give; widen the expansion or take fewer nodes"
         )
+    if size.nodes >= MAX_NODES:
+        raise ValueError(f"{name}: {size.nodes} nodes and the root; trees have at most {MAX_NODES}")
 
     def build(model: Model, law: str) -> Drafter:
         if law not in laws:

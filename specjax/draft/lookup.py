@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.sampling import Warp
-from specjax.tree import TokenTree
+from specjax.tree import MAX_NODES, TokenTree
 from specjax.types import Drafter, Emission, RoundKeys
 
 
@@ -54,6 +54,10 @@ def prompt_lookup(
             raise ValueError(f"prompt_lookup: {name} is {value!r}; expected an integer >= 1")
     if not isinstance(max_match, int) or max_match < min_match:
         raise ValueError(f"prompt_lookup: max_match is {max_match!r}; expected an integer >= {min_match=}")
+    if branches * length >= MAX_NODES:
+        raise ValueError(
+            f"prompt_lookup: {branches} branches of {length} and the root; trees have at most {MAX_NODES} nodes"
+        )
     return Drafter(
         *_functions(vocab_size, branches, length, min_match, max_match),
         params=None,

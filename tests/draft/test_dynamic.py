@@ -480,6 +480,7 @@ def test_sources_of_all_kinds_merge():
         (lambda: grow(2, True, 2), "grow: depth is True"),
         (lambda: expand_and_rerank(2, 2, 0), "expand_and_rerank: nodes is 0"),
         (lambda: expand_and_rerank(2, 3, 11), "11 nodes are more than the 10 that a width of 2 and a depth of 3"),
+        (lambda: grow(1000, 9, 4096), "4096 nodes and the root; trees have at most 4096"),
         (lambda: grow(17, 2, 2)(context(0), "iid"), "a width of 17 is more than the vocabulary's 16"),
         (
             lambda: grow(2, 2, 2)(context(0), "deterministic"),
@@ -496,6 +497,6 @@ def test_what_cannot_be_is_refused_with_what_can(make, words):
 
 def test_a_verifier_that_would_be_biased_is_refused_with_those_that_are_not():
     with pytest.raises(
-        ValueError, match="for grown iid draws; exact for them: multi_step, naive_sampling, naive_tree, wi"
+        ValueError, match="for grown iid draws; exact for them: multi_step, naive_sampling, naive_tree, tr"
     ):
-        sj.generate(context(0), [[1]], drafts=[context(0)], tree=grow(*SIZE), draft_mode="iid", verifier="traversal")
+        sj.generate(context(0), [[1]], drafts=[context(0)], tree=grow(*SIZE), draft_mode="iid", verifier="spectr")
