@@ -463,11 +463,20 @@ def counting(model: Model) -> tuple[Model, list[int]]:
 
 
 def test_sources_of_all_kinds_merge():
-    """An SSM that grows, one that is reranked and a lookup, in one tree."""
-    parts = [build(context(0), "without_replacement"), build(context(1), "deterministic"), prompt_lookup(VOCAB)]
+    """An SSM's grown tree, another's that is reranked and a lookup, in one tree; greedy and sampled."""
+    parts = [
+        build(context(0), "without_replacement", SMALL),
+        build(context(1), "deterministic", SMALL),
+        prompt_lookup(VOCAB, branches=2, length=3, min_match=1),
+    ]
     drafter = ensemble(parts)
     assert drafter.laws == ("grown without_replacement", "deterministic", "deterministic")
-    assert (drafter.max_depth, drafter.vocab_size) == (8, VOCAB)
+    assert (drafter.max_depth, drafter.vocab_size) == (3, VOCAB)
+    prompts, warps = prompts_of([5, 9, 12, 1]), [sj.Warp(0.0), sj.Warp(0.0), sj.Warp(0.7), sj.Warp()]
+    options = dict(warp=warps, seeds=[1, 2, 3, 4], eos_ids=(), max_new_tokens=40)
+    plain, result = (sj.generate(context(0), prompts, drafts=drafts, **options) for drafts in ((), [drafter]))
+    assert result.tokens == plain.tokens
+    assert max(item.drafted for row in result.rounds for item in row) > SMALL.nodes + 3  # more than any has alone
 
 
 # Refusals
