@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from experiments import metrics
 from experiments.metrics import Row
 
-# Okabe and Ito's palette, less its yellow and black: a tree has one colour in all figures, a set of SSMs one style.
+# Okabe and Ito's palette, less its yellow and black: a method has one colour in all figures, a set of drafts one style.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 GREY = "#777777"
 MARKERS = "osD^vP"
@@ -25,9 +25,10 @@ def methods(summary: pd.DataFrame) -> Figure:
     """Tokens per step and speed-up, a bar per cell, a row of axes per panel, from ``metrics.summarize``."""
     panels = [_best(title, rows, MOST_BARS) for title, rows in metrics.panels(summary)]
     heights = [0.9 + 0.27 * len(rows) for _, rows in panels]
-    figure = Figure(figsize=(9, sum(heights)), layout="constrained")
-    grid = figure.subplots(len(panels), 2, squeeze=False, sharex="col", sharey="row", height_ratios=heights)
     styles, varying = _styles(summary), metrics.varying(summary)
+    longest = max(len(_name(row, varying)) for _, rows in panels for row in rows)
+    figure = Figure(figsize=(max(9, 6.5 + 0.075 * longest), sum(heights)), layout="constrained")
+    grid = figure.subplots(len(panels), 2, squeeze=False, sharex="col", sharey="row", height_ratios=heights)
     for (title, rows), (left, right) in zip(panels, grid, strict=True):
         left.set_title(title, loc="left", fontsize=9)
         for axes, name, suffix in ((left, "tokens_per_step", ""), (right, "speedup", "x")):

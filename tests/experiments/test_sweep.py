@@ -225,7 +225,36 @@ def test_builders_are_the_library_s():
     assert (drafter.max_depth, drafter.laws) == (3, ("grown iid",))
 
 
-def test_every_shipped_config_of_this_kind_is_valid():
+@pytest.mark.parametrize(
+    ("name", "methods"),
+    [
+        ("ensemble", {"<2,1,1,1>"}),
+        ("prompt_lookup", {"copy(1x3)", "copy(1x7)", "copy(3x3)", "copy(3x7)", "<2,1,1,1>", "<2,1,1,1> + copy(3x7)"}),
+        ("grow", {"<3,2,1,1>", "grow(6x5:21)"}),
+        (
+            "sources",
+            {
+                "<3,2,1,1>",
+                "<1,1,3,1,1,1,1,1>",
+                "paths(7)",
+                "expand_and_rerank(6x5:21)",
+                "grow(6x5:21)",
+                "copy(3x7)",
+                "paths(7) + copy(2x7)",
+            },
+        ),
+        (
+            "expand_and_rerank",
+            {"<3,2,1,1>", *(f"expand_and_rerank({w}x{d}:{n})" for w in (3, 6) for d in (4, 6) for n in (10, 21))},
+        ),
+    ],
+)
+def test_every_source_has_a_config(name, methods):
+    cells = sweep.cells(config.load(Experiment, config.REPOSITORY / "configs" / f"{name}.toml"))
+    assert {sweep.label(cell.config.decode) for cell in cells} == methods
+
+
+def test_the_quickstart_is_valid():
     cells = sweep.cells(config.load(Experiment, config.REPOSITORY / "configs/quickstart.toml"))
     text = {(cell.config.decode.temperature, sweep.label(cell.config.decode)) for cell in cells}
     trees = {"incremental", "<1,1,1,1>", "<1,1,3,1,1,1,1,1>", "<2,1,1,1>", "<3,2,1,1>"}
