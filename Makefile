@@ -32,7 +32,7 @@ quickstart: $(INSTALLED)  ## run the example sweep on the models that ship: a ta
 	$(RUN) -m experiments.run configs/quickstart.toml
 
 test: $(INSTALLED) $(VENV)/.group-test  ## run the tests
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses auto --dist worksteal
 
 lint: $(INSTALLED) $(VENV)/.group-lint  ## check style and types
 	$(RUN) -m ruff check .
@@ -72,8 +72,8 @@ $(VENV)/.group-%: $(INSTALLED)
 	$(INSTALL) --group $*
 	@touch $@
 
-$(KERNELS)/.installed: constraints.txt | $(INSTALLED)
+$(KERNELS)/.installed: pyproject.toml constraints.txt | $(INSTALLED)
 	$(RUN) -m venv $(KERNELS)
 	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	  'jax[tpu]' jax-cuda13-plugin==$(JAX_VERSION) jax-cuda13-pjrt==$(JAX_VERSION) absl-py flatbuffers
+	  --editable . 'jax[tpu]' jax-cuda13-plugin==$(JAX_VERSION) jax-cuda13-pjrt==$(JAX_VERSION) absl-py flatbuffers
 	@touch $@
