@@ -164,9 +164,7 @@ def _rotary(config: _Values) -> dict[str, Any]:
     max_positions = config.size("max_position_embeddings")
     rope = _rope(config, max_positions)
     max_positions = _reach(rope, max_positions)
-    heads, hidden, layers = (
-        config.size(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
-    )
+    heads, hidden, layers = (config.size(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     own_bias = family in ("llama", "qwen3") and config.flag("attention_bias", False)
     return dict(
         vocab_size=config.size("vocab_size"),

@@ -98,9 +98,7 @@ def stored_tensors(directory: Path, prefix: str) -> tuple[dict[str, Stored], set
 def _tensors(directory: Path, file: str) -> list[Stored]:
     with safetensors.safe_open(directory / file, framework="numpy") as reader:
         described = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118  no dict
-        return [
-            Stored(file, name, tuple(tensor.get_shape()), tensor.get_dtype()) for name, tensor in described.items()
-        ]
+        return [Stored(file, name, tuple(tensor.get_shape()), tensor.get_dtype()) for name, tensor in described.items()]
 
 
 def _no_weights(directory: Path) -> Exception:

@@ -1,6 +1,6 @@
 """Small random checkpoints of every family with logits by Hugging Face transformers: what this folder was made with.
 
-    python -m tests.models.references.make    # in an environment with torch, transformers and this package
+    python -m tests.models.references.make [CASE ..]  # in an environment with torch, transformers and this package
 
 Each folder here holds a checkpoint as transformers saves it, and reference.safetensors: a text of a random prompt and
 64 greedily decoded tokens, and the logits after each of its tokens but the last, decoded token by token with
@@ -34,7 +34,7 @@ SIZES = dict(
     pad_token_id=None,
 )
 OPT = {key: SIZES[key] for key in SIZES if key not in ("intermediate_size", "num_key_value_heads")} | dict(
-    ffn_dim=24, max_position_embeddings=96
+    ffn_dim=24, max_position_embeddings=PROMPT + NEW
 )
 LLAMA3 = dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=ORIGINAL)
 YARN = dict(factor=4.0, original_max_position_embeddings=ORIGINAL)
@@ -166,7 +166,7 @@ def main() -> int:
     import transformers
 
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    for name in CASES:
+    for name in sys.argv[1:] or CASES:
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
         seed, found = next((seed, made) for seed in range(100) if (made := reference(name, seed)))
