@@ -36,6 +36,13 @@ def _is_transposed(path: tuple[Any, ...]) -> bool:
     return path[-1] == "kernel"
 
 
+def sharding_of(
+    config: DecoderConfig, path: tuple[Any, ...], shape: tuple[int, ...], placement: Placement | None
+) -> jax.sharding.Sharding | None:
+    """Where the parameter at a path of ``Decoder`` goes; None is the default device."""
+    return placement(tensor_name(config, path), shape) if callable(placement) else placement
+
+
 def _is_buffer(name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq")  # old files store what positions are computed from
 
@@ -101,7 +108,8 @@ def load_model(
         picks one for the device. A named one that cannot run raises when the model does.
       dtype: what the weights and the cache are kept in, whatever they are stored in.
       sharding: of every parameter, or a function from a parameter's Hugging Face name and its shape here (matrices are
-        [inputs, outputs]) to its sharding; None is the default device.
+        [inputs, outputs]) to its sharding; None is the default device. Meshes whose axes are Auto leave the sharding of
+        everything else to the compiler.
 
     Raises:
       FileNotFoundError: no such directory, config or weights, or a model that the hub does not give.
@@ -137,7 +145,7 @@ def load_model(
         path = expected[short][0]
         value = stored[short].read(directory)
         value = value.T if _is_transposed(path) else value
-        where = sharding(tensor_name(config, path), value.shape) if callable(sharding) else sharding
+        where = sharding_of(config, path, value.shape, sharding)
         # Copied into the order and dtype of a device's memory here, for jax's own conversions keep more copies.
         value = np.ascontiguousarray(value, jax.numpy.dtype(dtype))
         return jax.block_until_ready(jax.device_put(value, where))
