@@ -102,11 +102,13 @@ def _tensors(directory: Path, file: str) -> list[Stored]:
 
 
 def _no_weights(directory: Path) -> Exception:
-    pickled = sorted(path.name for path in directory.glob("*.bin"))
+    convert = (
+        "Convert them with transformers: AutoModelForCausalLM.from_pretrained(PATH, dtype='auto').save_pretrained(PATH)"
+    )
+    pickled = ", ".join(sorted(path.name for path in directory.glob("*.bin")))
     if pickled:
         return ValueError(
-            f"{directory} holds its weights only as PyTorch pickles ({', '.join(pickled)}), which are not read. "
-            "Convert them with transformers: AutoModelForCausalLM.from_pretrained(PATH, dtype='auto')"
-            ".save_pretrained(PATH)"
+            f"{directory} has its weights only as PyTorch pickles ({pickled}), which are not read. {convert}"
         )
-    return FileNotFoundError(f"{directory}: no weights; expected {WEIGHTS} or {INDEX} with its shards")
+    expected = f"expected {WEIGHTS} or {INDEX} with its shards"
+    return FileNotFoundError(f"{directory}: no weights; {expected}. Some models on the hub are pickles only. {convert}")

@@ -6,7 +6,8 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import errors
 
-_FILES = ["*.json", "*.safetensors", "*.jinja"]  # no pickles, and no second copy of the weights in another format
+_FILES = ["*.json", "*.safetensors", "*.jinja"]  # no pickles
+_OTHER = ["consolidated*", "original/*"]  # the same weights under other names
 _ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -24,7 +25,7 @@ def find_model(path: str | Path) -> Path:
     if directory.exists() or not (isinstance(path, str) and _ID.fullmatch(path)):
         return directory
     try:
-        return Path(huggingface_hub.snapshot_download(path, allow_patterns=_FILES))
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=_FILES, ignore_patterns=_OTHER))
     except errors.GatedRepoError:
         why = "its authors ask that you accept their terms on its page, and log in with `hf auth login`"
     except errors.RepositoryNotFoundError:
