@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
-from flax import nnx
 
 from specjax.models import DecoderConfig, load_model
-from specjax.models.decoder import abstract_decoder
-from specjax.models.families import tensor_name, to_hugging_face
+from specjax.models.checkpoint import stored_shapes
+from specjax.models.families import to_hugging_face
 
 MOST = 1.3
 
@@ -46,9 +45,7 @@ def write(directory: Path, megabytes: int, stored: str, dtype: str) -> None:
     """A checkpoint whose parameters take ``megabytes`` in ``dtype``, a tensor to a file."""
     config = _config(megabytes * 1e6 / jnp.dtype(dtype).itemsize)
     weight_map = {}
-    for path, leaf in nnx.to_flat_state(abstract_decoder(config)[1]):
-        name = tensor_name(config, path)
-        shape = leaf.shape[::-1] if path[-1] == "kernel" else leaf.shape
+    for name, shape in stored_shapes(config).items():
         weight_map[name] = f"{name}.safetensors"
         tensor = np.full(shape, 0.5, jnp.dtype(stored))
         safetensors.numpy.save_file({name: tensor}, directory / weight_map[name], {"format": "pt"})

@@ -1,10 +1,11 @@
 """Models from and to Hugging Face directories: config.json, safetensors with or without an index."""
 
+import math
 import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,6 +35,28 @@ type Placement = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sh
 def _is_transposed(path: tuple[Any, ...]) -> bool:
     # Hugging Face stores W of x @ W.T; here a kernel is W of x @ W.
     return path[-1] == "kernel"
+
+
+class _Parameter(NamedTuple):
+    """A parameter of an architecture, and the tensor that holds it in files."""
+
+    path: tuple[Any, ...]
+    leaf: Any  # with a shape instead of a value
+    name: str
+    shape: tuple[int, ...]  # in files
+
+
+def _parameters(config: DecoderConfig) -> list[_Parameter]:
+    def describe(path: tuple[Any, ...], leaf: Any) -> _Parameter:
+        shape = leaf.shape[::-1] if _is_transposed(path) else leaf.shape
+        return _Parameter(path, leaf, tensor_name(config, path), tuple(shape))
+
+    return [describe(path, leaf) for path, leaf in nnx.to_flat_state(abstract_decoder(config)[1])]
+
+
+def stored_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of an architecture by its Hugging Face name, in the shape it has in files."""
+    return {parameter.name: parameter.shape for parameter in _parameters(config)}
 
 
 def sharding_of(
@@ -68,21 +91,20 @@ def _mismatches(
     config: DecoderConfig,
     stored: dict[str, Stored],
     promised: set[str],
-    expected: dict[str, tuple[tuple[Any, ...], tuple[int, ...]]],
+    wanted: dict[str, _Parameter],
 ) -> list[str]:
     """Everything in which the tensors of the files differ from those of the architecture."""
     problems = []
-    for short in sorted(expected.keys() - stored.keys() - promised):
-        name = tensor_name(config, expected[short][0])
+    for short in sorted(wanted.keys() - stored.keys() - promised):
         hint = " (config.json does not tie the head to the embedding)" if short == HEAD else ""
-        problems.append(f"{name}: missing{hint}")
+        problems.append(f"{wanted[short].name}: missing{hint}")
     for short, tensor in sorted(stored.items()):
         if _is_buffer(short) or (config.tied_head and short == HEAD):
             continue
-        if short not in expected:
+        if short not in wanted:
             problems.append(f"{tensor.name}: in {tensor.file}, but this architecture has no such tensor")
-        elif tensor.shape != expected[short][1]:
-            problems.append(f"{tensor.name}: expected shape {list(expected[short][1])}, got {list(tensor.shape)}")
+        elif tensor.shape != wanted[short].shape:
+            problems.append(f"{tensor.name}: expected shape {list(wanted[short].shape)}, got {list(tensor.shape)}")
         elif tensor.dtype not in DTYPES:
             problems.append(f"{tensor.name}: expected dtype F32, F16 or BF16, got {tensor.dtype}")
     return problems
@@ -126,33 +148,25 @@ def load_model(
     except ValueError as error:
         raise ValueError(f"{directory} cannot be loaded:\n  {error}") from None
     eos_ids = _eos_ids(directory, raw)
-    leaves = dict(nnx.to_flat_state(abstract_decoder(config)[1]))
-    expected = {
-        tensor_name(config, path).removeprefix(PREFIX): (
-            path,
-            tuple(leaf.shape[::-1] if _is_transposed(path) else leaf.shape),
-        )
-        for path, leaf in leaves.items()
-    }
+    wanted = {parameter.name.removeprefix(PREFIX): parameter for parameter in _parameters(config)}
     forward, init_cache = decoder_functions(config, attention, dtype)
     stored, promised, problems = stored_tensors(directory, PREFIX)
-    problems += _mismatches(config, stored, promised, expected)
+    problems += _mismatches(config, stored, promised, wanted)
     if problems:
         raise ValueError(f"{directory} cannot be loaded:\n  " + "\n  ".join(problems))
     _warn_of_another_head(directory, config, stored)
 
-    def place(short: str) -> jax.Array:
-        path = expected[short][0]
+    def place(short: str, parameter: _Parameter) -> jax.Array:
         value = stored[short].read(directory)
-        value = value.T if _is_transposed(path) else value
-        where = sharding_of(config, path, value.shape, sharding)
+        value = value.T if _is_transposed(parameter.path) else value
+        where = sharding_of(config, parameter.path, value.shape, sharding)
         # Copied into the order and dtype of a device's memory here, for jax's own conversions keep more copies.
         value = np.ascontiguousarray(value, jax.numpy.dtype(dtype))
         return jax.block_until_ready(jax.device_put(value, where))
 
-    by_size = sorted(expected, key=lambda short: np.prod(expected[short][1]), reverse=True)
-    placed = {expected[short][0]: place(short) for short in by_size}
-    params = nnx.from_flat_state([(path, leaf.replace(placed[path])) for path, leaf in leaves.items()])
+    by_size = sorted(wanted.items(), key=lambda item: math.prod(item[1].shape), reverse=True)
+    placed = [(parameter.path, parameter.leaf.replace(place(short, parameter))) for short, parameter in by_size]
+    params = nnx.from_flat_state(placed)
     return Model(forward, params, init_cache, config.vocab_size, config.max_positions, eos_ids, str(directory))
 
 

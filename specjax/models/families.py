@@ -265,7 +265,7 @@ def _window_settings(config: DecoderConfig, family: str) -> dict[str, Any]:
 def _rotary_settings(config: DecoderConfig, rope: Rope) -> dict[str, Any]:
     qwen3, qwen2 = config.qk_norm, config.qkv_bias and not config.o_bias
     family = "qwen3" if qwen3 else "qwen2" if qwen2 else "mistral" if config.windows else "llama"
-    stretched = isinstance(rope.scaling, Linear | Dynamic)
+    before = rope.scaling.original if isinstance(rope.scaling, Linear | Dynamic) else config.max_positions
     return {
         "architectures": [f"{family.capitalize()}ForCausalLM"],
         "model_type": family,
@@ -276,7 +276,7 @@ def _rotary_settings(config: DecoderConfig, rope: Rope) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "max_position_embeddings": rope.scaling.original if stretched else config.max_positions,
+        "max_position_embeddings": before,
         **_rope_settings(rope),
         **_window_settings(config, family),
         "rms_norm_eps": config.norm_eps,

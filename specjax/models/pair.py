@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from specjax.models.files import read_json
 from specjax.models.tokenizer import load_tokenizer
 from specjax.types import Model
@@ -32,28 +30,27 @@ def check_pair(target: Model, draft: Model) -> tuple[str, ...]:
     """
     sides = {"target": target, "draft": draft}
     names = {side: model.directory or f"the {side}" for side, model in sides.items()}
-    tokenizer = {side: _tokenizer(model) for side, model in sides.items()}
-    problems, remarks = [], []
+    tokens = {side: _tokens(model) for side, model in sides.items()}
     sizes = (
         f"the target {names['target']} has {target.vocab_size} logits, the draft {names['draft']} {draft.vocab_size}"
     )
-    silent = [names[side] for side, found in tokenizer.items() if found is None]
-    if silent:
-        missing = f"no tokenizer.json for {' and '.join(silent)}"
+    problems, remarks = [], []
+    ours, theirs = tokens["target"], tokens["draft"]
+    if ours is None or theirs is None:
+        missing = f"no tokenizer.json for {' and '.join(names[side] for side in sides if tokens[side] is None)}"
         if target.vocab_size != draft.vocab_size:
             problems.append(f"{sizes}, and with {missing} nothing says whether the difference is padding")
         else:
             remarks.append(f"{missing}, so whether ids mean the same tokens was not checked.")
     else:
-        ours, theirs = (_by_id(tokenizer[side]) for side in sides)
-        for side, tokens in (("target", ours), ("draft", theirs)):
-            beyond = [number for number in tokens if number >= sides[side].vocab_size]
-            if beyond:
+        for side, known in (("target", ours), ("draft", theirs)):
+            if max(known) >= sides[side].vocab_size:
                 problems.append(
-                    f"the tokenizer of {names[side]} knows ids up to {max(beyond)}, its model only "
+                    f"the tokenizer of {names[side]} knows ids up to {max(known)}, its model only "
                     f"{sides[side].vocab_size}: they do not belong together"
                 )
-        different = [number for number in sorted(ours.keys() & theirs.keys()) if ours[number] != theirs[number]]
+        shared = ours.keys() & theirs.keys()
+        different = sorted(number for number in shared if ours[number] != theirs[number])
         if different:
             shown = ", ".join(f"{i} is {ours[i]!r} and {theirs[i]!r}" for i in different[:_SHOWN])
             problems.append(
@@ -62,9 +59,9 @@ def check_pair(target: Model, draft: Model) -> tuple[str, ...]:
             )
         elif target.vocab_size != draft.vocab_size or ours.keys() != theirs.keys():
             remarks.append(
-                f"{sizes}; they share the {len(ours.keys() & theirs.keys())} tokens that both tokenizers know, the "
-                f"target's alone has {len(ours.keys() - theirs.keys())} more and the draft's "
-                f"{len(theirs.keys() - ours.keys())}, and what lies beyond is padding."
+                f"{sizes}; they share the {len(shared)} tokens that both tokenizers know, the target's alone has "
+                f"{len(ours) - len(shared)} more and the draft's {len(theirs) - len(shared)}, and what lies beyond is "
+                "padding."
             )
     special = {side: _special_ids(model) for side, model in sides.items()}
     for key in _SPECIAL:
@@ -80,14 +77,12 @@ def check_pair(target: Model, draft: Model) -> tuple[str, ...]:
     return tuple(remarks)
 
 
-def _tokenizer(model: Model) -> tokenizers.Tokenizer | None:
+def _tokens(model: Model) -> dict[int, str] | None:
+    """The tokenizer's tokens by id; None without a tokenizer."""
     if model.directory is None or not (Path(model.directory) / "tokenizer.json").exists():
         return None
-    return load_tokenizer(model.directory)
-
-
-def _by_id(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
-    return {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
+    vocabulary = load_tokenizer(model.directory).get_vocab(with_added_tokens=True)
+    return {number: token for token, number in vocabulary.items()}
 
 
 def _special_ids(model: Model) -> dict[str, tuple[int, ...]]:

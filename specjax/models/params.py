@@ -41,13 +41,29 @@ def restore_params(
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; expected parameters that save_params wrote")
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    place = lambda key, shape: sharding_of(config, key, shape, sharding) or default
-    flat = [
-        (key, leaf.replace(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place(key, leaf.shape))))
-        for key, leaf in nnx.to_flat_state(abstract_decoder(config)[1])
-    ]
+    place = lambda path, shape: sharding_of(config, path, shape, sharding) or default
+    wanted = nnx.to_flat_state(abstract_decoder(config)[1])
     with ocp.StandardCheckpointer() as checkpointer:
-        try:
-            return checkpointer.restore(folder, nnx.from_flat_state(flat))
-        except ValueError as error:
-            raise ValueError(f"{folder} does not hold the parameters of this architecture: {error}") from None
+        _check_shapes(folder, checkpointer, {tuple(map(str, path)): leaf.shape for path, leaf in wanted})
+        placed = [
+            (path, leaf.replace(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place(path, leaf.shape))))
+            for path, leaf in wanted
+        ]
+        return checkpointer.restore(folder, nnx.from_flat_state(placed))
+
+
+def _check_shapes(
+    folder: Path, checkpointer: ocp.StandardCheckpointer, wanted: dict[tuple[str, ...], tuple[int, ...]]
+) -> None:
+    metadata = checkpointer.metadata(folder).item_metadata
+    if metadata is None:
+        raise ValueError(f"{folder}: not an Orbax checkpoint of parameters")
+    leaves = jax.tree_util.tree_flatten_with_path(metadata.tree)[0]
+    stored = {tuple(str(key.key) for key in path[:-1]): tuple(leaf.shape) for path, leaf in leaves}
+    problems = [
+        f"{'.'.join(path)}: expected {wanted.get(path, 'no such parameter')}, got {stored.get(path, 'none')}"
+        for path in sorted(wanted.keys() | stored.keys())
+        if wanted.get(path) != stored.get(path)
+    ]
+    if problems:
+        raise ValueError(f"{folder} holds the parameters of another architecture:\n  " + "\n  ".join(problems))

@@ -78,8 +78,12 @@ def test_parameters_travel_between_one_device_and_four(tmp_path):
 
 def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
     save_params(tmp_path / "params", init_model(CONFIG, jax.random.key(0)).params)
-    for change in ({"hidden_size": 16}, {"num_layers": 1}, {"qkv_bias": True}):
-        with pytest.raises(ValueError, match="params does not hold the parameters of this architecture"):
+    for change, problem in (
+        ({"hidden_size": 16}, r"embed_tokens: expected \(64, 16\), got \(64, 32\)"),
+        ({"num_layers": 1}, r"layers\.1\.input_layernorm\.scale: expected no such parameter, got \(32,\)"),
+        ({"qkv_bias": True}, r"layers\.0\.self_attn\.k_proj\.bias: expected \(16,\), got none"),
+    ):
+        with pytest.raises(ValueError, match=problem):
             restore_params(tmp_path / "params", dataclasses.replace(CONFIG, **change))
     with pytest.raises(FileNotFoundError, match="no such folder"):
         restore_params(tmp_path / "nowhere", CONFIG)
