@@ -1,6 +1,7 @@
 """Run a sweep: `python -m experiments.run configs/quickstart.toml [--set a.b=value] [--out DIR]`."""
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import hashlib
@@ -13,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +48,8 @@ class Workshop:
         self.model = functools.cache(_load_model)
         self.prompts = functools.cache(_load_prompts)
         self.baseline = functools.cache(self._baseline)
-        trees = [sweep.topology(cell.config.decode.tree) for cell in cells if cell.config.decode.tree]
+        trees = [sweep.builder(cell.config.decode) for cell in cells]
+        trees = [tree for tree in trees if isinstance(tree, sj.Topology)]
         self._bounds = sj.common_shape(trees) if trees else None
 
     def check(self, cells: Sequence[Cell]) -> dict[str, str]:
@@ -78,7 +80,7 @@ class Workshop:
             except ConfigError as error:
                 problems += error.problems
             except (ValueError, OSError) as error:
-                problems.append(f"{cell.where}{sweep.label(experiment.decode.tree)}: {error}")
+                problems.append(f"{cell.where}{sweep.label(experiment.decode)}: {error}")
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
         return fingerprints
@@ -127,13 +129,21 @@ class Workshop:
     def _call(self, experiment: Experiment, batch: Sequence[Prompt], first: int = 0) -> dict[str, Any]:
         """Arguments of ``generate`` for a batch that begins at prompt ``first``."""
         run, models, decode = experiment.run, experiment.models, experiment.decode
-        tree = sweep.topology(decode.tree) if decode.tree else None
-        if tree is not None and run.padded and self._bounds is not None:
+        target = self.model(models.target, models.attention, models.dtype)
+        tree = sweep.builder(decode)
+        if isinstance(tree, sj.Topology) and run.padded and self._bounds is not None:
             tree = tree.pad(self._bounds)
+        directories = iter(models.drafts)  # of a cell, in the order of decode.drafts
+        drafts = [
+            sj.draft.prompt_lookup(target.vocab_size, **dataclasses.asdict(decode.lookup))
+            if name == sweep.LOOKUP
+            else self.model(next(directories), models.attention, models.dtype)
+            for name in decode.drafts
+        ]
         return {
-            "target": self.model(models.target, models.attention, models.dtype),
+            "target": target,
             "prompts": [list(prompt.tokens) for prompt in batch],
-            "drafts": [self.model(path, models.attention, models.dtype) for path in models.drafts],
+            "drafts": drafts,
             "tree": tree,
             "draft_mode": decode.draft_mode,
             "verifier": decode.verifier,
@@ -226,6 +236,7 @@ def _rows(cell: Cell, workshop: Workshop, session: int, tick: Callable[[float], 
     return [
         {
             "cell": cell.id,
+            "method": sweep.label(experiment.decode),
             "prompt": number,
             "name": text.name,
             "session": session,
@@ -282,15 +293,23 @@ def _counts(measured: Measured) -> dict[str, Any]:
 def _settings(experiment: Experiment) -> dict[str, Any]:
     """The cell's config under dotted names."""
     tables = config.to_dict(experiment)
-    return {f"{part}.{name}": tables[part][name] for part in ("run", "models", "decode") for name in tables[part]}
+    return _flat({part: tables[part] for part in ("run", "models", "decode")}, "")
+
+
+def _flat(tables: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    found = {}
+    for name, value in tables.items():
+        inner = _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        found |= inner
+    return found
 
 
 def _title(experiment: Experiment) -> str:
     decode = experiment.decode
     warp = metrics.warp_name(decode.temperature, decode.top_k, decode.top_p)
     if decode.incremental:
-        return f"{sweep.label(decode.tree)}, {warp}"
-    return f"{sweep.label(decode.tree)} {metrics.short_names(decode.drafts)}, {decode.verifier}, {warp}"
+        return f"{sweep.label(decode)}, {warp}"
+    return f"{sweep.label(decode)} {metrics.short_names(decode.drafts)}, {decode.verifier}, {warp}"
 
 
 def _load_model(path: str, attention: str | None, dtype: str) -> sj.Model:
