@@ -63,6 +63,7 @@ class Workshop:
         """
         problems: list[str] = []
         fingerprints = {}
+        pairs = set()
         for cell in cells:
             experiment = cell.config
             try:
@@ -70,7 +71,12 @@ class Workshop:
                     fingerprints[path] = _fingerprint(path)
                 texts = self.prompts(*_prompt_key(experiment))
                 fingerprints[experiment.run.prompts] = prompts.fingerprint(texts)
-                sj.stream(**self._call(experiment, texts))  # checks its input, and does nothing until it is iterated
+                call = self._call(experiment, texts)
+                for path, draft in zip(experiment.models.drafts, call["drafts"]):
+                    if (experiment.models.target, path) not in pairs:
+                        sj.check_pair(call["target"], draft)
+                        pairs.add((experiment.models.target, path))
+                sj.stream(**call)  # checks its input, and does nothing until it is iterated
             except ConfigError as error:
                 problems += error.problems
             except (ValueError, OSError) as error:
@@ -307,11 +313,11 @@ def _title(experiment: Experiment) -> str:
 
 
 def _load_model(path: str, attention: str | None, dtype: str) -> sj.Model:
-    return sj.load_model(config.resolve(path), attention=attention, dtype=dtype)
+    return sj.load_model(_directory(path), attention=attention, dtype=dtype)
 
 
 def _load_prompts(target: str, source: str, num_prompts: int, max_tokens: int) -> list[Prompt]:
-    tokenizer = sj.load_tokenizer(config.resolve(target))
+    tokenizer = sj.load_tokenizer(_directory(target))
     return prompts.load(source, num_prompts=num_prompts, max_tokens=max_tokens, tokenizer=tokenizer)
 
 
@@ -320,9 +326,15 @@ def _prompt_key(experiment: Experiment) -> tuple[str, str, int, int]:
     return experiment.models.target, run.prompts, run.num_prompts, run.max_prompt_tokens
 
 
+def _directory(path: str) -> pathlib.Path:
+    """A model's directory, relative to the repository; where there is none, a copy of the hub's model of this id."""
+    local = config.resolve(path)
+    return local if local.exists() else config.resolve(str(sj.models.find_model(path)))
+
+
 def _fingerprint(path: str) -> str:
     """Ten hex digits that change when a model does: from its files' names and contents."""
-    directory = config.resolve(path)
+    directory = _directory(path)
     if not (directory / "config.json").is_file():
         raise ConfigError(
             [f"models: no config.json in {directory}; expected a model directory in the Hugging Face layout"]

@@ -40,7 +40,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """Model directories in the Hugging Face layout; relative paths start at the repository."""
+    """Model directories in the Hugging Face layout, relative to the repository; or ids on its hub (``org/name``)."""
 
     target: str = setting()
     drafts: tuple[str, ...] = ()

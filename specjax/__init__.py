@@ -10,7 +10,7 @@ from specjax.generate import (
     stream,
 )
 from specjax.mask import ancestor_mask
-from specjax.models import load_model, load_tokenizer
+from specjax.models import check_pair, load_chat_template, load_model, load_tokenizer
 from specjax.sampling import Warp
 from specjax.tree import (
     TokenTree,
@@ -34,10 +34,12 @@ __all__ = [
     "Verifier",
     "Warp",
     "ancestor_mask",
+    "check_pair",
     "common_shape",
     "draft",
     "draw_picture",
     "generate",
+    "load_chat_template",
     "load_model",
     "load_tokenizer",
     "models",

@@ -1,7 +1,7 @@
 """From logits to distributions and tokens: one warp for target, draft and baseline, one source of noise per request."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -27,8 +27,8 @@ class Warp:
     def __call__(self, logits: jax.Array) -> jax.Array:
         """Probabilities [..., V] from logits [..., V]; the warp's fields broadcast against the leading axes.
 
-        Work that no row asks for (sorting for the filters, the argmax of greedy rows) is skipped at run time. Under
-        ``vmap`` it would not be, so the library calls this on whole batches.
+        Work that no row asks for (the filters, the argmax of greedy rows) is skipped at run time. Under ``vmap`` it
+        would not be, so the library calls this on whole batches.
         """
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         temperature, top_k, top_p = (
@@ -40,16 +40,11 @@ class Warp:
         probs = mass / jnp.sum(mass, axis=-1, keepdims=True)
 
         def keep_likeliest(probs: jax.Array) -> jax.Array:
-            order = jnp.argsort(probs, axis=-1, stable=True, descending=True)
-            ranked = jnp.take_along_axis(probs, order, axis=-1)
-            places = jnp.arange(probs.shape[-1])
-            in_top_k = (top_k <= 0) | (places < top_k)
-            ranked = jnp.where(in_top_k, ranked, 0)
-            ranked = ranked / jnp.sum(ranked, axis=-1, keepdims=True)
-            before = jnp.cumsum(ranked, axis=-1) - ranked
-            kept = in_top_k & ((before < top_p) | (top_p >= 1))
-            kept = jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
-            probs = jnp.where(kept, probs, 0)
+            ones = jnp.ones_like(probs, jnp.int32)
+            in_top_k = (top_k <= 0) | _likeliest(probs, ones, top_k)
+            probs = jnp.where(in_top_k, probs, 0)
+            mass = top_p * jnp.sum(probs, axis=-1, keepdims=True)
+            probs = jnp.where((top_p >= 1) | _likeliest(probs, probs, mass), probs, 0)
             return probs / jnp.sum(probs, axis=-1, keepdims=True)
 
         probs = lax.cond(jnp.any((top_k > 0) | (top_p < 1)), keep_likeliest, lambda probs: probs, probs)
@@ -59,6 +54,45 @@ class Warp:
             return jnp.where(temperature > 0, probs, one_hot)
 
         return lax.cond(jnp.any(temperature <= 0), greedy_rows, lambda probs: probs, probs)
+
+
+def _likeliest(probs: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:
+    """The fewest most likely tokens whose weights add up to ``enough``; of equally likely ones, the lower ids first.
+
+    By two bisections, over the bits of the probability of the last token kept (bits order nonnegative floats as they
+    order integers) and over its id: sums over the vocabulary are fast everywhere, sorts and running sums are not, and
+    take a TPU's compiler half a minute.
+
+    Args:
+      probs: [..., V] >= 0.
+      weights: [..., V] >= 0, equal where probs are equal.
+      enough: [..., 1] > 0.
+
+    Returns:
+      [..., V] bool.
+    """
+    width = jnp.finfo(probs.dtype).bits
+    bits = lax.bitcast_convert_type(probs, jnp.dtype(f"int{width}"))
+    ids = jnp.broadcast_to(jnp.arange(probs.shape[-1], dtype=bits.dtype), bits.shape)
+
+    def add(which: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(which, weights, 0), axis=-1, keepdims=True)
+
+    cut = _largest(bits, width - 1, lambda cut: add(bits >= cut) >= enough)
+    last = _largest(
+        ids, probs.shape[-1].bit_length(), lambda last: add((bits > cut) | ((bits == cut) & (ids < last))) < enough
+    )
+    return (bits > cut) | ((bits == cut) & (ids <= last))
+
+
+def _largest(like: jax.Array, num_bits: int, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The largest integers [..., 1] below 2^num_bits for which ``holds``, which is true up to some point from 0 on."""
+
+    def try_bit(step: jax.Array, value: jax.Array) -> jax.Array:
+        higher = value | (jnp.ones((), value.dtype) << (num_bits - 1 - step))
+        return jnp.where(holds(higher), higher, value)
+
+    return lax.fori_loop(0, num_bits, try_bit, jnp.zeros_like(like[..., :1]))
 
 
 def check_warp(warp: Warp) -> None:
