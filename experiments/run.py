@@ -71,11 +71,11 @@ class Workshop:
                     fingerprints[path] = _fingerprint(path)
                 texts = self.prompts(*_prompt_key(experiment))
                 fingerprints[experiment.run.prompts] = prompts.fingerprint(texts)
-                call = self._call(experiment, texts)
-                for path, draft in zip(experiment.models.drafts, call["drafts"]):
-                    if (experiment.models.target, path) not in pairs:
-                        sj.check_pair(call["target"], draft)
-                        pairs.add((experiment.models.target, path))
+                call, models = self._call(experiment, texts), experiment.models
+                for path in models.drafts:
+                    if (models.target, path) not in pairs:
+                        sj.check_pair(call["target"], self.model(path, models.attention, models.dtype))
+                        pairs.add((models.target, path))
                 sj.stream(**call)  # checks its input, and does nothing until it is iterated
             except ConfigError as error:
                 problems += error.problems
