@@ -270,6 +270,16 @@ def _counts(measured: Measured) -> dict[str, Any]:
         "drafted_by_depth": [sum(item.drafted_by_depth[level] for item in rounds) for level in range(depth)],
         "tried_by_depth": [a + b for a, b in zip(accepted, refused, strict=True)],
         "accepted_by_depth": accepted,
+        **_credit([sources for item in rounds for sources in item.proposers]),
+    }
+
+
+def _credit(proposers: Sequence[tuple[int, ...]]) -> dict[str, list[int]]:
+    """Of the accepted tokens, how many each source proposed, and how many it alone; a source past the end none."""
+    sources = range(max((source + 1 for found in proposers for source in found), default=0))
+    return {
+        "accepted_by_source": [sum(source in found for found in proposers) for source in sources],
+        "accepted_by_source_alone": [sum(found == (source,) for found in proposers) for source in sources],
     }
 
 
