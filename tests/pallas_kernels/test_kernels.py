@@ -113,7 +113,7 @@ def test_gradients_of_a_kernel_are_xlas():
 def test_models_mapped_over_share_a_launch(implementation):
     """vmap, as an ensemble of SSMs does it: the mapped axis, behind the batch or missing, becomes part of the batch."""
     inputs = make_inputs(
-        nodes=3, tree_rows=4, q_heads=4, kv_heads=2, capacity=20, head_dim=64, dtype="bfloat16", lengths=[20, 3]
+        nodes=3, tree_rows=4, q_heads=4, kv_heads=2, capacity=24, head_dim=64, dtype="bfloat16", lengths=[24, 3]
     )
     config = Config(interpret=TPU if implementation == "mosaic_tpu" else GPU)
     attend = functools.partial(tree_attention, implementation=implementation, config=config)
@@ -124,4 +124,5 @@ def test_models_mapped_over_share_a_launch(implementation):
     out = jax.vmap(lambda arrays: attend(**arrays, **shared), in_axes=1, out_axes=1)(mapped)
     for member in range(2):
         own = {name: array[:, member] for name, array in mapped.items()} | shared
-        assert_attends(out[:, member], own, None)
+        alone = tree_attention(**own, implementation="reference")
+        np.testing.assert_allclose(out[:, member].astype(jnp.float32), alone.astype(jnp.float32), atol=2e-2)
