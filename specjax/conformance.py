@@ -222,7 +222,7 @@ class _Run:
     def propose_with(self, seeds: np.ndarray) -> TokenTree:
         """As ``propose``, with other randomness."""
         _, *rest = self.as_inputs()
-        return self.propose((Streams.from_seeds(jnp.asarray(seeds, jnp.uint32)), *rest))
+        return self.propose((_streams(jnp.asarray(seeds, jnp.uint32)), *rest))
 
     def traced(self) -> tuple[str, list]:
         """What a new trace of ``propose`` computes: the program and its constants, addresses of functions left out."""
@@ -237,6 +237,7 @@ def _trees(propose: Callable, params: Any, streams: Streams, lengths: jax.Array,
 
 
 _propose = jax.jit(_trees, static_argnums=0)
+_streams = jax.jit(Streams.from_seeds)
 
 
 def _already(params: tuple, keys: RoundKeys, state: Any, roots: jax.Array, warp: Warp) -> tuple[TokenTree, Any]:

@@ -10,27 +10,75 @@ import pytest
 
 import specjax as sj
 from specjax.draft import NO_DRAFT, ensemble, first_of, ssm
+from specjax.laws import LAWS
 from specjax.testing import check_drafter, check_verifier
 from specjax.types import Drafter
-from tests.helpers import context, tight_topology
+from tests.helpers import VOCAB, context, tight_topology
 
 TREE = tight_topology((2, 1))
+TABLE = jnp.asarray(np.random.default_rng(0).dirichlet(np.ones(VOCAB), 64), jnp.float32)
+
+
+# A drafter as a third party would write it: what comes next depends on the sum of all tokens. Two draws at the root,
+# one behind each.
+def start(params, tokens, lengths, *rest):
+    return jnp.sum(jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, 0), axis=1)
+
+
+def propose(law, params, keys, state, roots, warp):
+    batch = roots.shape[0]
+    noise = jax.vmap(lambda key: jax.random.split(key, 3))(keys.draft)
+    sample = jax.vmap(LAWS[law].sample, in_axes=(0, 0, None))
+    q = params[state % 64]
+    first, known = sample(noise[:, 0], q, 2)
+    below = params[(state[:, None] + first) % 64]
+    next_tokens, next_known = zip(*(sample(noise[:, 1 + child], below[:, child], 1) for child in range(2)))
+    token, exists = jnp.concatenate(next_tokens, 1), jnp.concatenate(next_known, 1) & known
+    spread = lambda values: jnp.broadcast_to(jnp.asarray(values, jnp.int32), (batch, *np.shape(values)))
+    tree = sj.TokenTree(
+        tokens=jnp.stack([roots, first[:, 0], token[:, 0], first[:, 1], token[:, 1]], 1),
+        parents=spread([-1, 0, 1, 0, 3]),
+        depths=spread([0, 1, 2, 1, 2]),
+        valid=jnp.stack([roots >= 0, known[:, 0], exists[:, 0], known[:, 1], exists[:, 1]], 1),
+        draw_tokens=jnp.zeros((batch, 5, 2), jnp.int32).at[:, 0].set(first).at[:, [1, 3], 0].set(token),
+        draw_valid=jnp.zeros((batch, 5, 2), bool).at[:, 0].set(known).at[:, [1, 3], 0].set(exists),
+        draw_source=spread([0, 0]),
+        q=jnp.concatenate([q[:, None], below], 1),
+        q_rows=spread([[0], [1], [-1], [2], [-1]]),
+        laws=(law,),
+        max_depth=2,
+    )
+    return tree, state
+
+
+def commit(params, state, emission, hidden):
+    emitted = jnp.arange(emission.tokens.shape[1]) < emission.counts[:, None]
+    return state + jnp.sum(jnp.where(emitted, emission.tokens, 0), axis=1)
+
+
+def summing(law: str = "iid") -> Drafter:
+    return Drafter(
+        start, functools.partial(propose, law), commit, params=TABLE, max_depth=2, laws=(law,), vocab_size=VOCAB
+    )
+
+
 GOOD = {
     "nothing": lambda: NO_DRAFT,
     "sources": lambda: ensemble([ssm(context(1), TREE, "iid"), ssm(context(2), TREE, "iid")], capacity=7),
-    "chain": lambda: first_of([ssm(context(1), TREE, "shared_gumbel"), ssm(context(2), TREE, "hub")]),
-    "top": lambda: ssm(context(1), tight_topology((3,)), "top_k_plus_one"),
+    "chain": lambda: first_of([ssm(context(1), tight_topology((2,)), "shared_gumbel"), summing()]),
+    "top": lambda: summing("top_k_plus_one"),
+    "hub": lambda: summing("hub"),
 }
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_correct_drafters_pass(name):
-    check_drafter(GOOD[name](), context(0))
+    check_drafter(GOOD[name](), context(0), samples=1024)
 
 
 def mutant(change, law: str = "iid", **declared) -> Drafter:
-    """An SSM whose propose is altered: ``change(propose, params, keys, state, roots, warp) -> (tree, state)``."""
-    sound = ssm(context(1), TREE, law)
+    """The drafter, altered: ``change(propose, params, keys, state, roots, warp) -> (tree, state)``."""
+    sound = summing(law)
     return sound._replace(propose=functools.partial(change, sound.propose), **declared)
 
 
@@ -52,10 +100,9 @@ def flattened(tree, roots):
 def drop_by_value(tree, roots):
     """No repeats: whether a draw exists depends on its own token."""
     repeated = tree.draw_tokens[..., 1] == tree.draw_tokens[..., 0]
-    return dict(
-        draw_valid=tree.draw_valid.at[..., 1].set(tree.draw_valid[..., 1] & ~repeated),
-        valid=tree.valid & ~(repeated[:, :1] & (jnp.arange(tree.num_nodes) >= 3)),
-    )
+    gone = repeated[:, :1] & (jnp.arange(tree.num_nodes) >= 3)
+    draw_valid = tree.draw_valid.at[:, 0, 1].set(tree.draw_valid[:, 0, 1] & ~repeated[:, 0])
+    return dict(draw_valid=draw_valid & ~gone[..., None], valid=tree.valid & ~gone)
 
 
 def peek(propose, params, keys, state, roots, warp):
@@ -87,20 +134,22 @@ def counting():
 
 
 def no_batch_axis() -> Drafter:
-    sound = ssm(context(1), TREE, "iid")
+    sound = summing()
     return sound._replace(
-        init=lambda *inputs: (sound.init(*inputs), jnp.zeros(())),
-        propose=lambda params, keys, state, roots, warp: (lambda tree, own: (tree, (own, state[1])))(
-            *sound.propose(params, keys, state[0], roots, warp)
-        ),
-        commit=lambda params, state, *rest: (sound.commit(params, state[0], *rest), state[1]),
+        init=lambda *inputs: (start(*inputs), jnp.zeros(())),
+        propose=lambda params, keys, state, *rest: (sound.propose(params, keys, state[0], *rest)[0], state),
+        commit=lambda params, state, *rest: (commit(params, state[0], *rest), state[1]),
     )
 
 
 def stale() -> Drafter:
     """Never learns what was emitted."""
-    sound = ssm(context(1), TREE, "iid")
-    return sound._replace(commit=lambda params, state, emission, hidden: state)
+    return summing()._replace(commit=lambda params, state, emission, hidden: state)
+
+
+def grows() -> Drafter:
+    """Its state is of another type after a round."""
+    return summing()._replace(commit=lambda *inputs: commit(*inputs).astype(jnp.int16))
 
 
 MUTANTS = {
@@ -113,6 +162,7 @@ MUTANTS = {
         lambda: mutant(of_tree(lambda tree, roots: dict(parents=tree.parents.at[:, 1].set(2)))),
         "slot 1: its parent is 2, expected a valid slot before it",
     ),
+    "a state that changes": (grows, "a round changes the structure, shapes or dtypes of the state"),
     "undeclared law": (lambda: mutant(of_tree(lambda tree, roots: {}), laws=("hub",)), "the drafter declares"),
     "impure": (lambda: mutant(counting()), "propose is not pure"),
     "peeks at batch-mates": (lambda: mutant(peek), "with other rows beside it, row 1 is drafted otherwise"),
