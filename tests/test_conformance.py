@@ -147,9 +147,9 @@ def stale() -> Drafter:
     return summing()._replace(commit=lambda params, state, emission, hidden: state)
 
 
-def grows() -> Drafter:
-    """Its state is of another type after a round."""
-    return summing()._replace(commit=lambda *inputs: commit(*inputs).astype(jnp.int16))
+def of_another_type(propose, params, keys, state, roots, warp):
+    tree, state = propose(params, keys, state, roots, warp)
+    return tree, state.astype(jnp.float32)
 
 
 MUTANTS = {
@@ -162,7 +162,10 @@ MUTANTS = {
         lambda: mutant(of_tree(lambda tree, roots: dict(parents=tree.parents.at[:, 1].set(2)))),
         "slot 1: its parent is 2, expected a valid slot before it",
     ),
-    "a state that changes": (grows, "a round changes the structure, shapes or dtypes of the state"),
+    "a state that changes": (
+        lambda: mutant(of_another_type),
+        "a round changes the structure, shapes or dtypes of the state",
+    ),
     "undeclared law": (lambda: mutant(of_tree(lambda tree, roots: {}), laws=("hub",)), "the drafter declares"),
     "impure": (lambda: mutant(counting()), "propose is not pure"),
     "peeks at batch-mates": (lambda: mutant(peek), "with other rows beside it, row 1 is drafted otherwise"),

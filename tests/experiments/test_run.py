@@ -356,6 +356,7 @@ def stub_library(monkeypatch, step_seconds: float, first_call_seconds: float, to
                     accepted=min(per_step - 1, emitted),
                     emitted=emitted,
                     drafted_by_depth=(4,) * len(drafts),
+                    proposers=((0,),) * min(per_step - 1, emitted),
                 )
             )
             left -= emitted
