@@ -58,6 +58,26 @@ def acceptance_by_depth(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found, columns=pd.Index(["cell", "depth", "tried", "accepted", "rate"]))
 
 
+def credit_by_source(table: pd.DataFrame) -> pd.DataFrame:
+    """Columns cell, source, accepted, share, alone, alone_share: who proposed the accepted tokens of cells with several
+    drafts. A token that two proposed counts for both; alone are those that nobody else proposed.
+    """
+    columns = pd.Index(["cell", "source", "accepted", "share", "alone", "alone_share"])
+    found = []
+    for rows in _by_cell(table):
+        drafts, total = list(rows[0]["decode.drafts"]), sum(row["accepted"] for row in rows)
+        counts = [
+            [sum(column) for column in itertools.zip_longest(*(row[name] for row in rows), fillvalue=0)]
+            for name in ("accepted_by_source", "accepted_by_source_alone")
+        ]
+        if len(drafts) < 2 or not total:
+            continue
+        for name, accepted, alone in itertools.zip_longest(drafts, *counts):
+            accepted, alone = accepted or 0, alone or 0
+            found.append((rows[0]["cell"], name or "", accepted, accepted / total, alone, alone / total))
+    return pd.DataFrame(found, columns=columns)
+
+
 def panels(summary: pd.DataFrame) -> list[tuple[str, list[dict[str, Any]]]]:
     """Cells to be compared with one another, under a title: those with one warp and verifier, whatever drafts them.
 

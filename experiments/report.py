@@ -159,6 +159,7 @@ def _markdown(header: Mapping[str, Any], table: pd.DataFrame, summary: pd.DataFr
         lines.append("| " + " | ".join(column.name for column in columns) + " |")
         lines.append("|" + "|".join(":---" if column.left else "---:" for column in columns) + "|")
         lines += ["| " + " | ".join(column.markdown(row) for column in columns) + " |" for row in rows]
+    lines += _credit(table, summary)
     for name, caption in CAPTIONS.items():
         lines += ["", f"![{caption}]({name}.png)", "", f"*{caption}.*"]
     lines += ["", "## How to read the numbers", "", *DEFINITIONS.splitlines()]
@@ -180,4 +181,34 @@ def _markdown(header: Mapping[str, Any], table: pd.DataFrame, summary: pd.DataFr
         )
     if len(used) > 1:
         lines += ["", "The run was interrupted; each cell was timed beside a baseline of its own session."]
+    return lines
+
+
+def _credit(table: pd.DataFrame, summary: pd.DataFrame) -> list[str]:
+    """Who proposed the accepted tokens, for cells with several drafts."""
+    rows = metrics.rows_of(metrics.credit_by_source(table))
+    if not rows:
+        return []
+    cells = {row["cell"]: row for row in metrics.rows_of(summary)}
+    lines = [
+        "",
+        "## Who proposed the accepted tokens",
+        "",
+        "A token proposed by several counts for each of them; *alone* are those that nobody else proposed.",
+        "",
+        "| method | SSMs | warp | source | accepted | of all | alone | of all |",
+        "|:---|:---|:---|:---|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        cell = cells[row["cell"]]
+        warp = metrics.warp_name(cell["decode.temperature"], cell["decode.top_k"], cell["decode.top_p"])
+        texts = (
+            f"`{cell['method']}`",
+            cell["ssms"],
+            warp,
+            f"`{row['source']}`",
+            row["accepted"],
+            f"{row['share']:.0%}",
+        )
+        lines.append(f"| {' | '.join(map(str, texts))} | {row['alone']} | {row['alone_share']:.0%} |")
     return lines

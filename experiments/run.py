@@ -26,6 +26,7 @@ from experiments import config, metrics, prompts, report, store, sweep
 from experiments.config import ConfigError
 from experiments.prompts import Prompt
 from experiments.sweep import Cell, Experiment
+from specjax.request import make_drafter
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers")
 
@@ -140,6 +141,10 @@ class Workshop:
             else self.model(next(directories), models.attention, models.dtype)
             for name in decode.drafts
         ]
+        if decode.combine == "first":
+            own = lambda source: None if isinstance(source, sj.Drafter) else tree
+            drafts = [sj.draft.first_of([make_drafter([each], own(each), decode.draft_mode) for each in drafts])]
+            tree = None
         return {
             "target": target,
             "prompts": [list(prompt.tokens) for prompt in batch],
@@ -287,6 +292,16 @@ def _counts(measured: Measured) -> dict[str, Any]:
         "drafted_by_depth": [sum(item.drafted_by_depth[level] for item in rounds) for level in range(depth)],
         "tried_by_depth": [a + b for a, b in zip(accepted, refused, strict=True)],
         "accepted_by_depth": accepted,
+        **_credit([sources for item in rounds for sources in item.proposers]),
+    }
+
+
+def _credit(proposers: Sequence[tuple[int, ...]]) -> dict[str, list[int]]:
+    """Of the accepted tokens, how many each source proposed, and how many it alone; a source past the end none."""
+    sources = range(max((source + 1 for found in proposers for source in found), default=0))
+    return {
+        "accepted_by_source": [sum(source in found for found in proposers) for source in sources],
+        "accepted_by_source_alone": [sum(found == (source,) for found in proposers) for source in sources],
     }
 
 

@@ -11,7 +11,8 @@ from jax import lax
 from specjax import prefill
 from specjax.mask import ancestor_mask
 from specjax.sampling import Streams, Warp, fold_in, sample_at
-from specjax.types import Emission, Forward, PyTree, RoundKeys, TreeMask
+from specjax.tree import TokenTree
+from specjax.types import Acceptance, Emission, Forward, PyTree, RoundKeys, TreeMask
 
 RUNNING, EOS, LENGTH = 0, 1, 2  # why a row stopped
 
@@ -37,11 +38,15 @@ class Params(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """What happened in each round, filed under the position of the round's root (every round has another)."""
+    """What happened in each round, filed under the position of the round's root (every round has another).
+
+    Who proposed a token is filed under the token's own position.
+    """
 
     accepted: jax.Array  # [B, T] int32 accepted drafted tokens, of those emitted
     emitted: jax.Array  # [B, T] int32; 0 where no round began
     drafted: jax.Array  # [B, T, D] int32 drafted nodes at depth 1..D
+    proposers: jax.Array  # [B, T] uint32, bit s: source s proposed the token; 0 for the target's own
 
 
 @jax.tree_util.register_dataclass
@@ -73,6 +78,7 @@ class RoundInfo(NamedTuple):
     emission: Emission
     accepted: jax.Array  # [B] int32, of the emitted tokens those that were drafted
     drafted: jax.Array  # [B, D] int32 drafted nodes by depth
+    proposers: jax.Array  # [B, D] uint32, as in ``Rounds``, of the accepted tokens; 0 behind them
 
 
 def start(
@@ -120,6 +126,7 @@ def start(
             jnp.zeros((batch, capacity), jnp.int32),
             jnp.zeros((batch, capacity), jnp.int32),
             jnp.zeros((batch, capacity, spec.max_depth), jnp.int32),
+            jnp.zeros((batch, capacity), jnp.uint32),
         ),
     )
     width = spec.max_depth + 1
@@ -154,16 +161,25 @@ def round(spec: Spec, params: Params, state: DecodeState) -> tuple[DecodeState, 
     by_depth = tree.depths[:, None, :] == jnp.arange(1, spec.max_depth + 1)[:, None]
     drafted = jnp.sum(by_depth & tree.valid[:, None, :], axis=-1)
     drafted = jnp.where(emission.counts[:, None] > 0, drafted, 0)
+    steps = jnp.arange(spec.max_depth)
+    proposers = jnp.where(steps < accepted[:, None], _proposers(tree, acceptance), 0)
     filed = jnp.where(emission.counts > 0, before - 1, state.tokens.shape[1])
     into = lambda record, values: record.at[rows, filed].set(values, mode="drop")
+    records = state.rounds
     state = dataclasses.replace(
         state,
         # One row less than emitted: the last token emitted is the next root. One more: this round's root.
         cache=out.cache.commit(emission.path, emission.counts),
         drafter=spec.draft_commit(params.drafter, drafter, emission, out.hidden),
-        rounds=Rounds(*map(into, state.rounds, (accepted, emission.counts, drafted))),
+        rounds=Rounds(
+            into(records.accepted, accepted),
+            into(records.emitted, emission.counts),
+            into(records.drafted, drafted),
+            # What lies behind the accepted tokens is overwritten when it is emitted.
+            records.proposers.at[rows[:, None], before[:, None] + steps].set(proposers, mode="drop"),
+        ),
     )
-    return state, RoundInfo(emission, accepted, drafted)
+    return state, RoundInfo(emission, accepted, drafted, proposers)
 
 
 def decode(
@@ -179,6 +195,17 @@ def replace_row(state: DecodeState, row: int | jax.Array, other: DecodeState) ->
     Nothing of the row's former request stays, so slots can be reused while the other rows go on.
     """
     return jax.tree.map(lambda mine, new: mine.at[row].set(new[0]), state, other)
+
+
+def _proposers(tree: TokenTree, acceptance: Acceptance) -> jax.Array:
+    """[B, D] uint32, bit s: source s drew the path's next token at this node, among whatever else it drew there."""
+    rows, nodes = jnp.arange(tree.tokens.shape[0])[:, None], acceptance.path[:, :-1]
+    drawn = tree.draw_valid[rows, nodes] & (tree.draw_tokens[rows, nodes] == acceptance.tokens[:, :-1, None])
+    bits = [
+        jnp.any(drawn & (tree.draw_source == source)[:, None], axis=-1).astype(jnp.uint32) << source
+        for source in range(len(tree.laws))
+    ]
+    return sum(bits, jnp.zeros(nodes.shape, jnp.uint32))
 
 
 def _emit(state: DecodeState, tokens: jax.Array, counts: jax.Array, path: jax.Array) -> tuple[DecodeState, Emission]:

@@ -24,6 +24,7 @@ class Round(NamedTuple):
     accepted: int  # emitted tokens that were drafted
     emitted: int  # tokens: the accepted ones and the next, cut at a stop token or the budget
     drafted_by_depth: tuple[int, ...]  # nodes at depth 1, 2, ..
+    proposers: tuple[tuple[int, ...], ...]  # of each accepted token, the sources that proposed it (0 is the first)
 
     @property
     def accepted_by_depth(self) -> tuple[int, ...]:
@@ -126,7 +127,7 @@ def generate(
     tokens, lengths, reasons, rounds = jax.device_get((state.tokens, state.lengths, state.reasons, state.rounds))
     all_rounds = [
         [
-            _round(rounds.accepted[row, at], rounds.emitted[row, at], rounds.drafted[row, at])
+            _round(rounds.accepted[row, at], marks[at], rounds.drafted[row, at], rounds.proposers[row, at + 1 :])
             for at in np.flatnonzero(marks)
         ]
         for row, marks in enumerate(rounds.emitted)
@@ -185,7 +186,7 @@ def stream(
             yield StreamStep(
                 tokens=[row[begin:end].tolist() for row, begin, end in zip(tokens, at, lengths)],
                 rounds=[
-                    _round(facts.accepted[row], facts.emission.counts[row], facts.drafted[row])
+                    _round(facts.accepted[row], facts.emission.counts[row], facts.drafted[row], facts.proposers[row])
                     if facts is not None and facts.emission.counts[row]
                     else None
                     for row in range(len(prompts))
@@ -200,5 +201,6 @@ def stream(
     return steps()
 
 
-def _round(accepted: np.ndarray, emitted: np.ndarray, drafted: np.ndarray) -> Round:
-    return Round(int(drafted.sum()), int(accepted), int(emitted), tuple(map(int, drafted)))
+def _round(accepted: np.ndarray, emitted: np.ndarray, drafted: np.ndarray, proposers: np.ndarray) -> Round:
+    sources = [tuple(place for place in range(32) if bits >> place & 1) for bits in proposers[:accepted].tolist()]
+    return Round(int(drafted.sum()), int(accepted), int(emitted), tuple(map(int, drafted)), tuple(sources))

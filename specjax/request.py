@@ -189,7 +189,8 @@ def _check_room(target: Model, drafter: Drafter, lengths: np.ndarray, budgets: n
     if drafter.vocab_size is not None and drafter.vocab_size != target.vocab_size:
         raise ValueError(
             f"the drafts' vocabulary has {drafter.vocab_size} tokens and the target's {target.vocab_size}; they must "
-            "share one vocabulary"
+            "share one vocabulary. If one tokenizer serves both and only padding differs, or ids can be translated, "
+            f"draft with specjax.draft.with_vocabulary(draft, {target.vocab_size})"
         )
     for name, limit in (("target", target.max_positions), ("draft", drafter.max_positions)):
         if limit is None:

@@ -8,8 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.cache import KVCache
+from specjax.conformance import check_drafter, check_verifier
 from specjax.sampling import Streams, Warp, sample_at
 from specjax.types import ForwardOut, Model, TreeMask
+
+__all__ = [
+    "GREEDY",
+    "check_drafter",
+    "check_verifier",
+    "context_model",
+    "fresh_logits",
+    "hostile",
+    "mixed",
+    "random_parents",
+    "reference_text",
+    "table_model",
+    "total_variation",
+]
 
 GREEDY = Warp(0.0)
 

@@ -186,7 +186,7 @@ def test_no_child_but_the_argmax_is_accepted():
     target, draft = table_model([1.0, 1.9, 2.0, 0.0]), table_model([2.0, 1.0, 0.0, -1.0])
     result = sj.generate(target, [[0]], drafts=[draft], tree=(2, 2), max_new_tokens=8)
     assert result.tokens == [[2] * 8]
-    assert all(item == sj.Round(6, 0, 1, (2, 4)) for item in result.rounds[0])
+    assert all(item == sj.Round(6, 0, 1, (2, 4), ()) for item in result.rounds[0])
 
 
 def test_ties_go_to_the_lowest_id_everywhere():

@@ -146,14 +146,33 @@ def tree_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _kernel(name, window, config, arrays, prefix_lengths, tree_mask) -> jax.Array:
-    # Imported where they are needed: Mosaic takes a second that a CPU has no use for.
-    if name == "mosaic_gpu":
-        from pallas_kernels.tree_attention import mosaic_gpu as kernel
-    else:
-        from pallas_kernels.tree_attention import mosaic_tpu as kernel
-    return kernel.tree_attention(
-        *arrays, prefix_lengths=prefix_lengths, tree_mask=tree_mask, window=window, config=config
-    )
+    return _launch(name, window, config)(arrays, prefix_lengths, tree_mask)
+
+
+@functools.cache
+def _launch(name, window, config):
+    @jax.custom_batching.custom_vmap
+    def run(arrays, prefix_lengths, tree_mask):
+        # Imported where they are needed: Mosaic takes a second that a CPU has no use for.
+        if name == "mosaic_gpu":
+            from pallas_kernels.tree_attention import mosaic_gpu as kernel
+        else:
+            from pallas_kernels.tree_attention import mosaic_tpu as kernel
+        return kernel.tree_attention(
+            *arrays, prefix_lengths=prefix_lengths, tree_mask=tree_mask, window=window, config=config
+        )
+
+    @run.def_vmap
+    def more_batch(size, mapped, *inputs):
+        # Kernels have no rule for vmap: a mapped axis becomes part of the batch, so that one launch serves all.
+        def fold(x: jax.Array, is_mapped: bool) -> jax.Array:
+            x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        out = run(*jax.tree.map(fold, inputs, tuple(mapped)))
+        return out.reshape(size, -1, *out.shape[1:]), True
+
+    return run
 
 
 def _forward(name, window, config, arrays, prefix_lengths, tree_mask):

@@ -31,6 +31,8 @@ def record(cell="c", prompt=0, **changes) -> dict:
         "accepted": 5,
         "tried_by_depth": [5, 3],
         "accepted_by_depth": [3, 2],
+        "accepted_by_source": [5],
+        "accepted_by_source_alone": [5],
         "prefill_seconds": [9.0],
         "decode_seconds": [1.0],
         "baseline_emitted": 10,
@@ -76,16 +78,38 @@ def test_a_run_without_rounds_has_no_ratios():
 
 
 def test_counts_of_rounds():
-    def round_(accepted, emitted):
-        return SimpleNamespace(drafted=4, accepted=accepted, emitted=emitted, drafted_by_depth=(2, 2))
+    def round_(accepted, emitted, *proposers):
+        return SimpleNamespace(
+            drafted=4, accepted=accepted, emitted=emitted, drafted_by_depth=(2, 2), proposers=proposers
+        )
 
     # Refused at once; refused at depth 2; all accepted; cut by the budget behind an accepted token of depth 1.
-    rounds = [round_(0, 1), round_(1, 2), round_(2, 3), round_(1, 1)]
+    rounds = [round_(0, 1), round_(1, 2, (0, 2)), round_(2, 3, (0,), (2,)), round_(1, 1, (0,))]
     counts = run._counts(run.Measured(list(range(8)), "length", rounds, 0, [], []))
     assert (counts["steps"], counts["emitted"], counts["drafted"], counts["accepted"]) == (4, 7, 16, 4)
     assert counts["accepted_by_depth"] == [3, 1]
     assert counts["tried_by_depth"] == [4, 2]  # nobody knows what the cut round would have accepted at depth 2
     assert counts["drafted_by_depth"] == [8, 8]
+    assert counts["accepted_by_source"] == [3, 0, 2]
+    assert counts["accepted_by_source_alone"] == [2, 0, 1]
+
+
+def test_credit_is_summed_over_prompts_and_told_by_source():
+    drafts = {"decode.drafts": ["ssm_a", "ssm_b", "ssm_c"]}
+    rows = [
+        record("c", accepted=6, accepted_by_source=[4, 3], accepted_by_source_alone=[3, 2], **drafts),
+        record("c", 1, accepted=4, accepted_by_source=[2], accepted_by_source_alone=[2], **drafts),
+        record("single"),
+    ]
+    table = metrics.frame(rows, ["c", "single"])
+    assert metrics.rows_of(metrics.credit_by_source(table)) == [
+        {"cell": "c", "source": "ssm_a", "accepted": 6, "share": 0.6, "alone": 5, "alone_share": 0.5},
+        {"cell": "c", "source": "ssm_b", "accepted": 3, "share": 0.3, "alone": 2, "alone_share": 0.2},
+        {"cell": "c", "source": "ssm_c", "accepted": 0, "share": 0.0, "alone": 0, "alone_share": 0.0},
+    ]
+    lines = report._credit(table, metrics.summarize(table))
+    assert "| `<2,1>` | ssm_a+b+c | greedy | `ssm_b` | 3 | 30% | 2 | 20% |" in lines
+    assert report._credit(metrics.frame(rows[2:], ["single"]), metrics.summarize(table)) == []
 
 
 def test_acceptance_by_depth_sums_over_prompts_of_different_depths():

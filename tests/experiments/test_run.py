@@ -40,7 +40,8 @@ zip.decode.temperature = [0.8]
 zip.decode.draft_mode = ["iid"]
 zip.decode.verifier = ["multi_step"]
 [[sweep]]
-product.decode.drafts = [["far", "prompt_lookup"]]
+product.decode.drafts = [["prompt_lookup", "far"]]
+product.decode.combine = ["union", "first"]
 product.decode.builder = ["expand_and_rerank"]
 product.decode.lookup.min_match = [1]
 product.decode.dynamic.nodes = [4]
@@ -111,8 +112,8 @@ def sweep(tmp_path_factory, zoo) -> Runs:
 
 def test_every_cell_and_prompt_has_one_row(sweep):
     rows = sweep.records
-    assert len(rows) == 12 * 3 == len({(row["cell"], row["prompt"]) for row in rows})
-    assert sweep.statuses == ["done"] * 12
+    assert len(rows) == 13 * 3 == len({(row["cell"], row["prompt"]) for row in rows})
+    assert sweep.statuses == ["done"] * 13
 
 
 def test_what_is_recorded_is_what_the_library_does(sweep, zoo):
@@ -126,15 +127,19 @@ def test_what_is_recorded_is_what_the_library_does(sweep, zoo):
         first = rows[0]
         tree = first["decode.tree"]
         if first["decode.builder"] == "expand_and_rerank":
-            assert (first["method"], tree) == ("expand_and_rerank(6x2:4) + copy(3x7)", [])
+            between = {"union": "+", "first": "or"}[first["decode.combine"]]
+            assert (first["method"], tree) == (f"copy(3x7) {between} expand_and_rerank(6x2:4)", [])
             tree = sj.draft.expand_and_rerank(width=6, depth=2, nodes=4)
         elif tree:
             tree = tuple(tree) if isinstance(tree[0], int) else sj.Topology.from_paths(tree)
         sources = {**models, "prompt_lookup": sj.draft.prompt_lookup(256, length=7, min_match=1)}
+        drafts = [sources[name] for name in first["decode.drafts"]]
+        if first["decode.combine"] == "first":
+            drafts, tree = [sj.draft.first_of([drafts[0], tree(drafts[1], "deterministic")])], None
         result = sj.generate(
             models["target"],
             [tokenizer.encode(PROMPTS[row["prompt"]]).ids for row in rows],
-            drafts=[sources[name] for name in first["decode.drafts"]],
+            drafts=drafts,
             tree=tree or None,
             draft_mode=first["decode.draft_mode"],
             verifier=first["decode.verifier"],
@@ -157,7 +162,7 @@ def test_texts_that_must_be_equal_are_and_the_report_says_so(sweep):
         promised = row["decode.temperature"] == 0 or row["decode.verifier"] == "naive_sampling"
         assert row["same_text_promised"] == promised and (row["same_text"] or not promised)
     report = (sweep.out / "report.md").read_text()
-    assert "greedy: all tokens identical to incremental decoding in all 5 cells." in report
+    assert "greedy: all tokens identical to incremental decoding in all 6 cells." in report
     assert "sampled with naive_sampling: all tokens identical to incremental decoding in all 4 cells." in report
 
 
@@ -187,9 +192,9 @@ def test_a_perfect_draft_is_accepted_whole_until_the_budget(sweep):
 def test_files_for_people(sweep, capsys):
     assert sweep() == 0  # nothing left to run: the report is made again
     out = capsys.readouterr().out
-    assert "All 12 cells were finished before" in out and "<1,1,1>" in out and "identical" in out
+    assert "All 13 cells were finished before" in out and "<1,1,1>" in out and "identical" in out
     rows = sweep.summary
-    assert [row["method"] for row in rows].count("incremental") == 2 and len(rows) == 12
+    assert [row["method"] for row in rows].count("incremental") == 2 and len(rows) == 13
     for row in rows:
         assert float(row["tokens_per_step"]) == int(row["emitted"]) / int(row["steps"])
         assert float(row["speedup_low"]) <= float(row["speedup"]) <= float(row["speedup_high"])
@@ -367,6 +372,7 @@ def stub_library(monkeypatch, step_seconds: float, first_call_seconds: float, to
                     accepted=min(per_step - 1, emitted),
                     emitted=emitted,
                     drafted_by_depth=(4,) * len(drafts),
+                    proposers=((0,),) * min(per_step - 1, emitted),
                 )
             )
             left -= emitted

@@ -107,3 +107,22 @@ def test_gradients_of_a_kernel_are_xlas():
     theirs = jax.grad(loss)(floats, functools.partial(tree_attention, implementation="reference"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), ours, theirs)
     assert float(jnp.abs(ours["k_cache"]).max()) > 0.1
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_tpu", "mosaic_gpu"])
+def test_models_mapped_over_share_a_launch(implementation):
+    """vmap, as an ensemble of SSMs does it: the mapped axis, behind the batch or missing, becomes part of the batch."""
+    inputs = make_inputs(
+        nodes=3, tree_rows=4, q_heads=4, kv_heads=2, capacity=24, head_dim=64, dtype="bfloat16", lengths=[24, 3]
+    )
+    config = Config(interpret=TPU if implementation == "mosaic_tpu" else GPU)
+    attend = functools.partial(tree_attention, implementation=implementation, config=config)
+    names = ("q", "k_cache", "v_cache", "k_tree", "v_tree")
+    shared = {name: inputs[name] for name in inputs if name not in names}
+    # The second model has the sequences the other way round, under the same lengths and masks.
+    mapped = {name: jnp.stack([jnp.nan_to_num(inputs[name]), jnp.nan_to_num(inputs[name][::-1])], 1) for name in names}
+    out = jax.vmap(lambda arrays: attend(**arrays, **shared), in_axes=1, out_axes=1)(mapped)
+    for member in range(2):
+        own = {name: array[:, member] for name, array in mapped.items()} | shared
+        alone = tree_attention(**own, implementation="reference")
+        np.testing.assert_allclose(out[:, member].astype(jnp.float32), alone.astype(jnp.float32), atol=2e-2)
