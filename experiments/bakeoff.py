@@ -38,7 +38,7 @@ class Zoo:
     prompts: str = "humaneval"
     num_prompts: int = setting(32, low=1)  # one batch
     max_prompt_tokens: int = setting(128, low=1)
-    steps: int = setting(8, low=1)  # trees per prompt, at as many consecutive positions
+    steps: int = setting(16, low=1)  # trees per prompt, at as many consecutive positions
     temperature: float = setting(1.0, low=1e-3)  # of target and draft
     trees: tuple[tuple[int, ...], ...] = setting(((1, 1, 1, 1), (2, 2, 1, 1)), low=1)
 
@@ -94,6 +94,10 @@ def draft_modes(tree: Sequence[int]) -> list[str]:
     return [mode for mode, law in DRAFT_MODES.items() if most <= (LAWS[law].max_draws or most)]
 
 
+def _drafted(trees: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], str]]:
+    return [(tree, mode) for tree in trees for mode in draft_modes(tree)]
+
+
 def entrants(mode: str, tree: Sequence[int], vocab_size: int) -> list[str]:
     """The verifiers that are exact for a draft mode and can take the tree."""
     law = DRAFT_MODES[mode]
@@ -110,7 +114,7 @@ def tabular(settings: Tabular, seed: int) -> Iterator[dict]:
     """Cells on random tabular models: a row per tree, draft mode and verifier."""
     rng, vocab_size = np.random.default_rng(seed), settings.vocab_size
     p, q = rng.dirichlet([0.4] * vocab_size, (2, settings.models, vocab_size))
-    for tree, mode in [(tree, mode) for tree in settings.trees for mode in draft_modes(tree)]:
+    for tree, mode in _drafted(settings.trees):
         recordings = [
             record(_plan(table_model(np.log(p[m])), table_model(np.log(q[m])), [[0]] * settings.rows, tree, mode, m), 1)
             for m in range(settings.models)
@@ -229,7 +233,7 @@ class Pair:
 
 def zoo(pair: Pair) -> Iterator[dict]:
     """Cells on the models: a row per tree, draft mode and verifier; every verifier meets the same trees."""
-    for tree, mode in [(tree, mode) for tree in pair.settings.trees for mode in draft_modes(tree)]:
+    for tree, mode in _drafted(pair.settings.trees):
         recordings = pair.record(tree, mode)
         bound = None
         if mode == "iid":

@@ -19,8 +19,9 @@ EXPLANATION = """\
 - **acceptance**: how often the token emitted at the root is a drafted one. **tokens**: emitted per verify step, the
   correction or bonus included.
 - **expected** is the rule's closed form: on tabular models summed over every tree and outcome in float64, on the models
-  averaged over the trees as drafted. **sampled** is what the real verifier emitted on the same trees; +- is one standard
-  error. There is no closed form for `shared_gumbel` draws beyond one node, since they depend on the emission's noise.
+  averaged over the trees as drafted. **sampled** is what the real verifier emitted on the same trees; +- is one
+  standard error. There is no closed form for `shared_gumbel` draws beyond one node, since they depend on the emission's
+  noise.
 - **bound**: the most that any exact verifier could have; on the models it is known for i.i.d. draws at one node only.
 - **Merged nodes.** In the trees of both tables repeated draws stay draws of their node, as every rule needs them, and
   each copy is a node with draws of its own; a verifier goes on at the first copy only, so a token expands once. In the

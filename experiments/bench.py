@@ -17,6 +17,7 @@ from rich.table import Table
 
 import specjax as sj
 from experiments.bench_attention import attention_ratios
+from experiments.bench_verify import verify_ratios
 from experiments.timing import interleaved, timed
 from specjax import decode
 from specjax.request import prepare
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     calls = round_cost(target, draft, schedule, prompt=prompt, new_tokens=options.new_tokens)
     median = interleaved(calls, options.repeats)
-    attention = attention_ratios(repeats=options.repeats)
+    attention, verify = attention_ratios(repeats=options.repeats), verify_ratios(repeats=options.repeats)
     round_seconds = median["round", IN_A_LOOP]
     bare = {passes: sum(median[key] for key in median if key[1] == passes) for passes in (IN_A_LOOP, ALONE)}
     bare[IN_A_LOOP] -= round_seconds
@@ -124,6 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "round / bare forwards, each its own call": round_seconds / bare[ALONE],
         "round / bare forwards, in a loop": round_seconds / bare[IN_A_LOOP],
         **{f"attention, {name}": value for name, value in attention.items()},
+        **{f"verify, {name}": value for name, value in verify.items()},
     }
     for name, value in ratios.items():
         console.print(f"{name}: {value:.2f}")
