@@ -42,7 +42,7 @@ lint: $(INSTALLED) $(VENV)/.group-lint  ## check style and types
 zoo: $(INSTALLED)  ## train the models that ship again, from nothing
 	$(RUN) -m experiments.train configs/zoo.toml
 
-bench: $(INSTALLED)  ## time a round against its bare forwards
+bench: $(INSTALLED)  ## time a round against its bare forwards, and verification against a softmax
 	$(RUN) -m experiments.bench
 
 kernels: $(KERNELS)/.installed  ## compile the GPU and TPU kernels ahead of time, without a device

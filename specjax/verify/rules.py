@@ -110,9 +110,10 @@ def multi_step(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
 def without_replacement(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
     """MSS in which a refused token leaves q as well as p, and repeats are skipped.
 
-    Sequoia's verification (Chen et al. 2024) and the recursive rejection sampling of RSD (Jeon et al. 2024). Exact for
-    draws without replacement verified in drawing order; also for i.i.d. draws, since a draw that is not a repeat has
-    the law q restricted to the unseen, and for several sources of either. Cost: O(V) per draw.
+    Sequoia (Chen et al. 2024), section 3.2, Algorithm 2, and the recursive rejection sampling of RSD (Jeon et al.
+    2024), section 3.1. Exact for draws without replacement verified in drawing order; also for i.i.d. draws, since a
+    draw that is not a repeat has the law q restricted to the unseen, and for several sources of either. Cost: O(V) per
+    draw.
     """
 
     def step(carry: tuple[jax.Array, jax.Array, jax.Array], draw: tuple[jax.Array, jax.Array, jax.Array]):
@@ -308,7 +309,7 @@ def _sources(*laws: str) -> frozenset[str]:
     return frozenset(law + suffix for law in laws for suffix in ("", " x sources"))
 
 
-# What each is exact for is measured by specjax.exact.measure_table, and a test compares.
+# What each is exact for is measured by specjax.verify.table, and a test compares.
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (

@@ -168,9 +168,11 @@ def test_block_refuses_trees():
         path_law(block, problems.forest.trees, problems.logits)
 
 
-@pytest.mark.parametrize("name", PATH_RULES)
-def test_edge_laws_are_finite_and_right(name):
-    """p = q, one-hot laws, missing tokens, disjoint supports: B11 for paths."""
+@pytest.mark.parametrize(
+    ("name", "law"), [*((name, "iid") for name in PATH_RULES), ("traversal", "without_replacement")]
+)
+def test_edge_laws_are_finite_and_right(name, law):
+    """p = q, one-hot laws, missing tokens, disjoint supports, draws that cover all of p: B11 for paths."""
     laws = {"dense": [0.5, 0.3, 0.2], "one-hot": [0, 1.0, 0], "other one-hot": [0, 0, 1.0], "gap": [0.4, 0, 0.6]}
     levels = lambda laws, count: [
         np.broadcast_to(np.reshape(laws, (-1, *(1,) * level, V)), (len(laws), *(V,) * (level + 1)))
@@ -179,9 +181,9 @@ def test_edge_laws_are_finite_and_right(name):
     schedule = [[1], [1]] if name == "block" else [[2], [1]]
     pairs = list(itertools.product(laws, laws))
     target = levels([laws[p] for p, _ in pairs], 3)
-    forest = enumerate_trees([levels([laws[q] for _, q in pairs], 2)], ("iid",), schedule)
+    forest = enumerate_trees([levels([laws[q] for _, q in pairs], 2)], (law,), schedule)
     with jax.enable_x64(True):
-        ends = np.asarray(compiled(PATH_RULES[name].rule)(forest.trees, node_logits(forest, target)))
+        ends = in_chunks(compiled(PATH_RULES[name].rule), forest.trees, node_logits(forest, target))
     assert np.isfinite(ends).all() and (ends >= 0).all()
     np.testing.assert_allclose(ends.sum((1, 2)), 1, atol=1e-12)
     exact = [name != "typical" or "one-hot" in p for p, _ in pairs]
