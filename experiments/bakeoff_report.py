@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from rich.console import Console
 
+from experiments.metrics import rows_of
 from experiments.sweep import label
 
 # Block efficiency on i.i.d. trees as published, the best over K <= 4 and L <= 8.
@@ -55,7 +56,11 @@ def agreement(table: pd.DataFrame) -> str:
     known = table.dropna(subset="tokens_expected")
     error = np.hypot(known["tokens_sampled_se"], known["tokens_expected_se"])
     away = np.abs(known["tokens_sampled"] - known["tokens_expected"]) / error
-    far = [f"{row.verifier} on {row.draft_mode} {label(row.tree)}" for row in known[away > 4].itertuples()]
+    far = [
+        f"{row['verifier']} on {row['draft_mode']} {label(row['tree'])}"
+        for row, distance in zip(rows_of(known), away, strict=True)
+        if distance > 4
+    ]
     verdict = f"FURTHER THAN 4: {', '.join(far)}" if far else "none further than 4"
     return f"Sampled tokens lie at most {away.max():.1f} standard errors from the expected ones, {verdict}."
 
@@ -63,7 +68,7 @@ def agreement(table: pd.DataFrame) -> str:
 def _cells(table: pd.DataFrame) -> list[str]:
     columns = ("tree", "drafts", "verifier", "acceptance", "sampled", "bound", "tokens", "sampled", "bound")
     lines = [_line(columns), "|:---|:---|:---" + "|---:" * 6 + "|"]
-    for row in table.to_dict("records"):
+    for row in rows_of(table):
         numbers = [
             text
             for name in ("acceptance", "tokens")
@@ -79,17 +84,14 @@ def _cells(table: pd.DataFrame) -> list[str]:
 
 def _paths(table: pd.DataFrame) -> list[str]:
     """Each verifier's best K and L beside the published value, and its distance from the published one before it."""
-    best, once = {}, {}
-    for verifier, rows in table.groupby("verifier", sort=False):
-        per_copy = rows[rows["per_copy"]]
-        best[verifier] = per_copy.loc[per_copy["tokens_expected"].idxmax()]
-        once[verifier] = rows[~rows["per_copy"]].iloc[0]
-    lines = [
-        _line(
-            ("verifier", "published", "ours", "K", "L", "above the published one before", "merged nodes expand once")
-        ),
-        "|:---|---:|---:|---:|---:|---:|---:|",
-    ]
+    rows = rows_of(table)
+    once = {row["verifier"]: row for row in rows if not row["per_copy"]}
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row["per_copy"] and row["tokens_expected"] >= best.get(row["verifier"], row)["tokens_expected"]:
+            best[row["verifier"]] = row
+    columns = ("verifier", "published", "ours", "K", "L", "above the published one before", "merged nodes expand once")
+    lines = [_line(columns), "|:---" + "|---:" * 6 + "|"]
     before, gaps = None, []
     for verifier, row in best.items():
         gap = ""

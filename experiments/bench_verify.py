@@ -74,7 +74,7 @@ def verify_ratios(*, vocab_size: int = 32_000, repeats: int = 7) -> dict[str, fl
             calls[name, apart] = functools.partial(
                 timed, functools.partial(jax.jit(VERIFIERS[name].verify), keys, drafted, logits, warp)
             )
-    softmax = functools.partial(jax.jit(jax.nn.softmax), logits[0])
+    softmax = functools.partial(jax.jit(jax.nn.softmax), scored_tree(padded(bushy), "iid", vocab_size, REFUSING)[1][0])
     calls["softmax", REFUSING] = functools.partial(timed, softmax)
     seconds = interleaved(calls, repeats)
     slower = {name: max(seconds[name, apart] for apart in (REFUSING, AGREEING)) for name in names}
