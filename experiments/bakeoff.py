@@ -36,11 +36,15 @@ class Zoo:
     target: str = "experiments/zoo/target"
     draft: str = "experiments/zoo/ssm_a"
     prompts: str = "humaneval"
-    num_prompts: int = setting(32, low=1)  # one batch
+    num_prompts: int = setting(32, low=2)  # one batch
     max_prompt_tokens: int = setting(128, low=1)
     steps: int = setting(16, low=1)  # trees per prompt, at as many consecutive positions
     temperature: float = setting(1.0, low=1e-3)  # of target and draft
     trees: tuple[tuple[int, ...], ...] = setting(((1, 1, 1, 1), (2, 2, 1, 1)), low=1)
+
+    def __post_init__(self):
+        if not all(self.trees):
+            raise ValueError("trees: expected expansion schedules such as [2, 2, 1, 1]; got an empty one")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +55,15 @@ class Tabular:
     vocab_size: int = setting(3, low=2, high=4)
     rows: int = setting(4000, low=2)  # sampled trees of each model
     trees: tuple[tuple[int, ...], ...] = setting(((1, 1), (2, 2)), low=1)
+
+    def __post_init__(self):
+        for tree in self.trees:
+            draws = sum(math.prod(tree[: level + 1]) for level in range(len(tree)))
+            if not tree or self.vocab_size ** len(tree) > 16 or self.vocab_size**draws > 20_000:
+                raise ValueError(
+                    f"trees: {list(tree)} over {self.vocab_size} tokens is empty, or has too many outcomes to sum; "
+                    "expected one or two levels, such as [2, 2]"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +79,7 @@ class Bakeoff:
     """A whole config. Every lossless verifier meets every draft mode it is exact for, on every tree it can take."""
 
     name: str = setting()
-    seed: int = setting(0, low=0, high=2**31)
+    seed: int = setting(0, low=0, high=2**16)
     zoo: Zoo = dataclasses.field(default_factory=Zoo)
     tabular: Tabular = dataclasses.field(default_factory=Tabular)
     paths: Paths = dataclasses.field(default_factory=Paths)
@@ -255,12 +268,16 @@ def zoo(pair: Pair) -> Iterator[dict]:
             }
 
 
+@functools.cache
+def _optimum(draws: int):
+    return jax.jit(jax.vmap(functools.partial(exact.optimal_acceptance, num_draws=draws, law="iid")))
+
+
 def _root_bound(recording: Recording, draws: int) -> np.ndarray:
     """[R] the most that any exact rule can accept of i.i.d. draws at the roots."""
-    optimum = jax.jit(jax.vmap(functools.partial(exact.optimal_acceptance, num_draws=draws, law="iid")))
     rows, trees = np.arange(len(recording.running)), recording.trees
     q = trees.q[rows, trees.q_rows[:, 0, 0]]
-    return np.asarray(optimum(recording.warp(recording.logits[:, 0]), q))[np.asarray(recording.running)]
+    return np.asarray(_optimum(draws)(recording.warp(recording.logits[:, 0]), q))[np.asarray(recording.running)]
 
 
 def paths(pair: Pair, settings: Paths) -> Iterator[dict]:
@@ -272,18 +289,11 @@ def paths(pair: Pair, settings: Paths) -> Iterator[dict]:
     recordings = pair.record((most, *(1,) * (longest - 1)), "iid")
     grid = [(count, length, True) for count in settings.counts for length in settings.lengths]
     for verifier in PATHS:
-        full: dict[tuple[int, bool], np.ndarray] = {}
+        by_depth = functools.cache(functools.partial(_by_depth_of_paths, verifier, recordings))
         for count, length, per_copy in [*grid, (most, longest, False)]:
             # A node rule does not look at what hangs below a node, so shorter paths are the upper part of longer ones.
-            whole = longest if verifier in RULES else length
-            if whole != longest or (count, per_copy) not in full:
-                trees = [item._replace(trees=iid_paths(item.trees, count, whole, per_copy)) for item in recordings]
-                by_depth = np.concatenate([expected(verifier, item) for item in trees])
-                if whole == longest:
-                    full[count, per_copy] = by_depth
-            else:
-                by_depth = full[count, per_copy]
-            rows = 1 + by_depth[:, :length].sum(1)
+            drafted = longest if verifier in RULES else length
+            rows = 1 + by_depth(count, drafted, per_copy)[:, :length].sum(1)
             yield {
                 "verifier": verifier,
                 "paths": count,
@@ -292,6 +302,13 @@ def paths(pair: Pair, settings: Paths) -> Iterator[dict]:
                 **dict(zip(("tokens_expected", "tokens_expected_se"), Estimate.of(rows), strict=True)),
                 "rows": rows,
             }
+
+
+def _by_depth_of_paths(
+    verifier: str, recordings: Sequence[Recording], count: int, length: int, per_copy: bool
+) -> np.ndarray:
+    merged = [item._replace(trees=iid_paths(item.trees, count, length, per_copy)) for item in recordings]
+    return np.concatenate([expected(verifier, item) for item in merged])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

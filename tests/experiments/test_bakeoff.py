@@ -1,6 +1,5 @@
 """The bake-off: recorded trees are the library's, paths merged by hand, and what the report says."""
 
-import collections
 import functools
 
 import jax
@@ -179,5 +178,9 @@ def test_a_bad_config_is_refused(tmp_path, capsys):
     path.write_text('name = "bad"\n[zoo]\nstep = 3\n')
     assert bakeoff.main([str(path)]) == 2
     assert "zoo.step: unknown key; did you mean zoo.steps?" in capsys.readouterr().err
+    path.write_text('name = "bad"\n[zoo]\ntrees = [[]]\n[tabular]\ntrees = [[1, 1, 1]]\n')
+    assert bakeoff.main([str(path)]) == 2
+    told = capsys.readouterr().err
+    assert "zoo.trees: expected expansion schedules" in told and "tabular.trees: [1, 1, 1] over 3 tokens" in told
     settings = config.load(bakeoff.Bakeoff, config.REPOSITORY / "configs" / "verifier_bakeoff.toml")
-    assert collections.Counter(settings.paths.counts)[4] and max(settings.paths.lengths) == 8
+    assert max(settings.paths.counts) == 4 and max(settings.paths.lengths) == 8
