@@ -66,16 +66,20 @@ def verify_ratios(*, vocab_size: int = 32_000, repeats: int = 7) -> dict[str, fl
     )
     calls: dict[tuple[str, float], Callable[[], float]] = {}
     for tree, apart in ((padded(bushy), REFUSING), (padded(deep), AGREEING)):
+        drafted = functools.cache(functools.partial(scored_tree, tree, vocab_size=vocab_size, apart=apart))
+        chain = functools.partial(scored_tree, sj.Topology.chain(NODES - 1), vocab_size=vocab_size, apart=apart)
         for name in names:
             exact_for = VERIFIERS[name].exact_for
             law = "iid" if not exact_for or "iid" in exact_for else min(exact_for)
-            topology = sj.Topology.chain(NODES - 1) if name == "block" else tree
-            drafted, logits = scored_tree(topology, law, vocab_size, apart)
+            scored = chain(law) if name == "block" else drafted(law)
             calls[name, apart] = functools.partial(
-                timed, functools.partial(jax.jit(VERIFIERS[name].verify), keys, drafted, logits, warp)
+                timed, functools.partial(jax.jit(VERIFIERS[name].verify), keys, *scored, warp)
             )
-    softmax = functools.partial(jax.jit(jax.nn.softmax), scored_tree(padded(bushy), "iid", vocab_size, REFUSING)[1][0])
-    calls["softmax", REFUSING] = functools.partial(timed, softmax)
+        logits = drafted("iid")[1][0]
+        calls["softmax", apart] = functools.partial(timed, functools.partial(jax.jit(jax.nn.softmax), logits))
     seconds = interleaved(calls, repeats)
     slower = {name: max(seconds[name, apart] for apart in (REFUSING, AGREEING)) for name in names}
-    return {f"{name} / softmax": slower[name] / seconds["softmax", REFUSING] for name in names}
+    return {
+        f"{name} / softmax": slower[name] / min(seconds["softmax", REFUSING], seconds["softmax", AGREEING])
+        for name in names
+    }
