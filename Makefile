@@ -42,7 +42,7 @@ lint: $(INSTALLED) $(VENV)/.group-lint  ## check style and types
 zoo: $(INSTALLED)  ## train the models that ship again, from nothing
 	$(RUN) -m experiments.train configs/zoo.toml
 
-bench: $(INSTALLED)  ## time a round against its bare forwards, attention, and drafting with three SSMs
+bench: $(INSTALLED)  ## time rounds, attention, drafting and verification, each beside what it is made of
 	$(RUN) -m experiments.bench
 
 kernels: $(KERNELS)/.installed  ## compile the GPU and TPU kernels ahead of time, without a device

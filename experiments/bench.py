@@ -18,6 +18,7 @@ from rich.table import Table
 import specjax as sj
 from experiments.bench_attention import attention_ratios
 from experiments.bench_draft import drafting_ratios
+from experiments.bench_verify import verify_ratios
 from experiments.timing import interleaved, timed
 from specjax import decode
 from specjax.request import prepare
@@ -109,6 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     attention = attention_ratios(repeats=options.repeats)
     ssms = [sj.load_model(zoo / f"ssm_{letter}") for letter in "abc"]
     drafting = drafting_ratios(ssms, schedule, prompt=prompt, repeats=options.repeats)
+    verify = verify_ratios(repeats=options.repeats)
     round_seconds = median["round", IN_A_LOOP]
     bare = {passes: sum(median[key] for key in median if key[1] == passes) for passes in (IN_A_LOOP, ALONE)}
     bare[IN_A_LOOP] -= round_seconds
@@ -128,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "round / bare forwards, in a loop": round_seconds / bare[IN_A_LOOP],
         **{f"attention, {name}": value for name, value in attention.items()},
         **{f"drafting, {name}": value for name, value in drafting.items()},
+        **{f"verify, {name}": value for name, value in verify.items()},
     }
     for name, value in ratios.items():
         console.print(f"{name}: {value:.2f}")

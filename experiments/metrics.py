@@ -168,5 +168,5 @@ def _summary(rows: Sequence[Row]) -> dict[str, Any]:
         "differing_prompts": sum(not row["same_text"] for row in rows),
         "compiles": first["compiles"],
         "compile_seconds": first["compile_seconds"],
-        **{name: json.dumps(value) if isinstance(value, list) else value for name, value in settings.items()},
+        **{name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in settings.items()},
     }

@@ -130,6 +130,7 @@ class Workshop:
     def _call(self, experiment: Experiment, batch: Sequence[Prompt], first: int = 0) -> dict[str, Any]:
         """Arguments of ``generate`` for a batch that begins at prompt ``first``."""
         run, models, decode = experiment.run, experiment.models, experiment.decode
+        drawn = decode.draft_warp
         target = self.model(models.target, models.attention, models.dtype)
         tree = sweep.builder(decode)
         if isinstance(tree, sj.Topology) and run.padded and self._bounds is not None:
@@ -151,7 +152,13 @@ class Workshop:
             "drafts": drafts,
             "tree": tree,
             "draft_mode": decode.draft_mode,
+            "draft_warp": sj.Warp(
+                (decode.temperature or 1.0) if drawn.temperature is None else drawn.temperature,
+                drawn.top_k,
+                drawn.top_p,
+            ),
             "verifier": decode.verifier,
+            "allow_lossy": decode.allow_lossy,
             "warp": sj.Warp(decode.temperature, decode.top_k, decode.top_p),
             "max_new_tokens": run.max_new_tokens,
             "seeds": [run.seed + first + row for row in range(len(batch))],

@@ -72,6 +72,19 @@ class Lookup:
 
 
 @dataclasses.dataclass(frozen=True)
+class DraftWarp:
+    """What SSMs draw from."""
+
+    temperature: float | None = setting(None, low=0.0)  # not given: that of the text, or 1 where it is greedy
+    top_k: int = setting(0, low=0)
+    top_p: float = setting(1.0, low=0.0, high=1.0)
+
+    def __post_init__(self):
+        if self.top_p == 0:
+            raise ValueError("top_p: expected > 0, got 0; 1 keeps every token")
+
+
+@dataclasses.dataclass(frozen=True)
 class Decode:
     """The method of one cell; with no tree and no drafts it is incremental decoding."""
 
@@ -86,6 +99,8 @@ class Decode:
     temperature: float = setting(0.0, low=0.0)
     top_k: int = setting(0, low=0)
     top_p: float = setting(1.0, low=0.0, high=1.0)
+    draft_warp: DraftWarp = dataclasses.field(default_factory=DraftWarp)
+    allow_lossy: bool = False  # needed for verifiers that change the target's distribution
 
     def __post_init__(self):
         if self.top_p == 0:

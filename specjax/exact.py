@@ -16,6 +16,8 @@ import numpy as np
 from jax.core import Tracer
 
 from specjax.laws import LAWS
+from specjax.sampling import Warp
+from specjax.tree import TokenTree
 from specjax.types import NodeRule
 from specjax.verify import joint as trees
 from specjax.verify import measure
@@ -30,6 +32,7 @@ __all__ = [
     "expected_acceptance",
     "joint_law",
     "optimal_acceptance",
+    "reach",
 ]
 
 MOST_OUTCOMES = 2_000_000
@@ -111,7 +114,7 @@ def joint_law(
     Raises:
       ValueError: as ``emitted_law``.
     """
-    return _joint(verifier, target, drafts, num_draws, law, merge).law
+    return _joint(verifier, target, drafts, num_draws, law, merge).law[0]
 
 
 def block_efficiency(
@@ -124,7 +127,7 @@ def block_efficiency(
     merge: bool = False,
 ) -> float:
     """Expected tokens per verify step, 1..D + 1, over every tree and outcome. Arguments as ``joint_law``."""
-    return _joint(verifier, target, drafts, num_draws, law, merge).block_efficiency
+    return float(_joint(verifier, target, drafts, num_draws, law, merge).block_efficiency[0])
 
 
 def block_efficiency_bound(
@@ -140,7 +143,29 @@ def block_efficiency_bound(
     block verification exceeds it.
     """
     forest, target = _forest(target, drafts, num_draws, law, False)
-    return trees.block_efficiency_bound(forest, target)
+    return float(trees.block_efficiency_bound(forest, target)[0])
+
+
+def reach(verifier: str | NodeRule, tree: TokenTree, logits: jax.Array, warp: Warp) -> jax.Array:
+    """How often a verifier accepts each node [B, N] of drafted trees [B, ..], given all that was drafted.
+
+    The root's entry is 1, so the sum over nodes is the expected number of tokens emitted, for any vocabulary and
+    without sampling the verifier; its average over trees as drafted is the block efficiency. Not for draws of
+    ``shared_gumbel``, which say more about the emission than their tree does.
+
+    Args:
+      verifier: a name in ``specjax.verify.RULES`` or ``PATH_RULES``, or a node rule.
+      tree: a batch of trees.
+      logits: [B, N, V] the target's, at every node.
+      warp: [B] fields, of the target.
+
+    Raises:
+      ValueError: for an unknown name, or a tree that the verifier cannot take.
+    """
+    _check_verifier(verifier)
+    if isinstance(verifier, str) and verifier in PATH_RULES:
+        return trees.path_reach(PATH_RULES[verifier].rule, tree, logits, warp)
+    return trees.walk_reach(measure.for_laws(verifier, tree.laws), tree, logits, warp)
 
 
 def _per_source(value: Any, single: type, sources: int, name: str) -> tuple:
@@ -245,14 +270,20 @@ def _forest(target: Table, drafts: Any, num_draws: Any, law: Any, merge: bool) -
         )
     nodes = [math.prod(sum(draws) for draws in schedule[:level]) for level in range(depth)]
     _check_size(vocab_size, [count * sum(draws) for count, draws in zip(nodes, schedule, strict=True)])
-    return trees.enumerate_trees(drafts, laws, schedule, merge=merge), target[: depth + 1]
+    one_problem = lambda model: [table[None] for table in model]
+    forest = trees.enumerate_trees([one_problem(draft) for draft in drafts], laws, schedule, merge=merge)
+    return forest, one_problem(target[: depth + 1])
+
+
+def _check_verifier(verifier: str | NodeRule) -> None:
+    if isinstance(verifier, str) and verifier not in RULES and verifier not in PATH_RULES:
+        raise ValueError(f"unknown verifier {verifier!r}; expected one of {', '.join([*RULES, *PATH_RULES])}")
 
 
 def _joint(verifier: str | NodeRule, target: Table, drafts: Any, num_draws: Any, law: Any, merge: bool) -> trees.Joint:
-    if isinstance(verifier, str) and verifier not in RULES and verifier not in PATH_RULES:
-        raise ValueError(f"unknown verifier {verifier!r}; expected one of {', '.join([*RULES, *PATH_RULES])}")
+    _check_verifier(verifier)
     forest, target = _forest(target, drafts, num_draws, law, merge)
-    logits = trees.node_logits(forest.trees, target)
+    logits = trees.node_logits(forest, target)
     with jax.enable_x64(True):
         ends = trees.in_chunks(_ends(verifier, forest.trees.laws), forest.trees, logits)
     return trees.joint(ends, forest, target)

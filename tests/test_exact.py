@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from specjax import exact
-from specjax.sampling import Warp
+from specjax.sampling import Warp, stack_warps
 from specjax.types import Draws, RoundKeys
-from specjax.verify.joint import enumerate_trees, target_law, walk_law
+from specjax.verify.joint import enumerate_trees, node_logits, target_law, walk_law
 from specjax.verify.rules import RULES, naive_sampling
 from specjax.verify.traverse import traverse
 
@@ -131,7 +131,8 @@ def test_gradients_are_finite_where_draft_and_target_agree():
 def test_the_walk_that_runs_ends_where_its_law_says(merge):
     """The real while loop, fed with a target that leaves it no choice, against the reach computed from the law."""
     rng = np.random.default_rng(3)
-    forest = enumerate_trees([random_table(rng, 2)], ("iid",), [[2], [2]], merge=merge)
+    draft = [table[None] for table in random_table(rng, 2)]
+    forest = enumerate_trees([draft], ("iid",), [[2], [2]], merge=merge)
     trees, texts = forest.trees, list(itertools.product(range(3), repeat=3))
     pick = np.arange(0, len(forest.probs), 5)
     trees = jax.tree.map(lambda field: np.repeat(field[pick], len(texts), 0), trees)
@@ -143,6 +144,8 @@ def test_the_walk_that_runs_ends_where_its_law_says(merge):
     warp = Warp(jnp.ones(count), jnp.zeros(count, jnp.int32), jnp.ones(count))
     result = jax.jit(traverse(naive_sampling))(keys, trees, logits, warp)
     law = np.asarray(jax.jit(lambda *a: walk_law(naive_sampling, *a))(trees, logits))  # [T, N, V], one entry is 1
+    reach = jax.jit(functools.partial(exact.reach, "naive_sampling"))(trees, logits, warp)  # 1 at the path's nodes
+    np.testing.assert_allclose(reach.sum(1), result.num_accepted + 1, atol=1e-5)
     place, token = np.divmod(law.reshape(count, -1).argmax(1), 3)
     np.testing.assert_allclose(law.max((1, 2)), 1, atol=1e-6)
     np.testing.assert_allclose(law.sum((1, 2)), 1, atol=1e-6)
@@ -150,6 +153,22 @@ def test_the_walk_that_runs_ends_where_its_law_says(merge):
     np.testing.assert_array_equal(np.asarray(result.path)[np.arange(count), accepted], place)
     np.testing.assert_array_equal(result.next_token, token)
     assert set(accepted) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("verifier", ["multi_step", "traversal", "multi_path_block", "optimal"])
+def test_the_expected_tokens_of_a_tree_average_to_the_block_efficiency(verifier):
+    """What needs the tree alone, in any vocabulary, is what sums every outcome."""
+    rng = np.random.default_rng(7)
+    target, draft = random_table(rng, 3), random_table(rng, 2)
+    arguments = {"num_draws": (2, 1), "law": "iid"}
+    want = exact.block_efficiency(verifier, target, draft, **arguments)
+    forest = enumerate_trees([[table[None] for table in draft]], ("iid",), [[2], [1]])
+    warp = stack_warps([Warp(1.0)] * len(forest.probs))
+    logits = node_logits(forest, [table[None] for table in target])
+    with jax.enable_x64(True):
+        reach = np.asarray(jax.jit(functools.partial(exact.reach, verifier))(forest.trees, logits, warp))
+    np.testing.assert_allclose(reach[:, 0], 1, atol=1e-12)
+    np.testing.assert_allclose(forest.probs @ reach.sum(1), want, atol=1e-12)
 
 
 @pytest.mark.parametrize("merge", [False, True])
@@ -217,6 +236,7 @@ def test_several_sources_over_trees():
         (lambda: exact.emitted_law("hub", P, Q, num_draws=(1, 1), law="hub"), "one num_draws, or one for each of 1"),
         (lambda: exact.emitted_law("hub", [P], [[Q]], num_draws=1, law="hub"), r"expected q \[V\], or \[S, V\]"),
         (lambda: exact.emitted_law("spectr", P, Q, num_draws=12, law="iid"), "take fewer draws"),
+        (lambda: exact.reach("mss", None, None, None), "unknown verifier 'mss'; expected one of naive_sampling"),
         (lambda: exact.joint_law("mss", [P], [Q], num_draws=(1,), law="iid"), "unknown verifier 'mss'"),
         (lambda: exact.joint_law("block", [P], [Q], num_draws=(1,), law="iid"), "tabular target of 2 arrays"),
         (lambda: exact.joint_law("block", [P], [Q], num_draws=(1,), law="shared_gumbel"), "tabular target of 2 arrays"),

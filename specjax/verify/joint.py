@@ -1,7 +1,7 @@
 """Whole verifiers summed over every tree and every outcome, for tabular models of a few tokens and levels.
 
-A tabular model is a sequence of arrays: entry d, of shape [V] * (d + 1), holds the law of the next token after each
-path of d tokens.
+Many problems are summed at once. A tabular model of P problems is a sequence of arrays: entry d, of shape
+[P] + [V] * (d + 1), holds each problem's law of the next token after each path of d tokens.
 """
 
 import functools
@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.laws import LAWS
+from specjax.laws import LAWS, Outcomes
+from specjax.mask import ancestor_mask
 from specjax.sampling import Warp
 from specjax.tree import TokenTree
 from specjax.types import NodeRule
@@ -20,15 +21,16 @@ from specjax.verify.measure import join_sources, subsets
 from specjax.verify.paths import PathDecision
 from specjax.verify.traverse import node_law
 
-Table = Sequence[Any]  # entry d: [V] * (d + 1)
+Table = Sequence[Any]  # entry d: [P] + [V] * (d + 1)
 Schedule = Sequence[Sequence[int]]  # entry d: the draws each source makes at every node of depth d
 
 
 class Forest(NamedTuple):
-    """Every tree that sources can draft, with its probability. T depends on sizes and laws only: forests stack."""
+    """Every tree that sources can draft, with its probability; trees that cannot be are left out."""
 
     trees: TokenTree  # NumPy fields [T, ..]
-    probs: np.ndarray  # [T]
+    probs: np.ndarray  # [T], summing to 1 for each problem
+    problems: np.ndarray  # [T] int, the problem each tree belongs to
 
 
 def enumerate_trees(drafts: Sequence[Table], laws: Sequence[str], schedule: Schedule, *, merge: bool = False) -> Forest:
@@ -40,7 +42,7 @@ def enumerate_trees(drafts: Sequence[Table], laws: Sequence[str], schedule: Sche
       schedule: draws per depth and source.
       merge: one node for siblings of one token, expanded once; without it, a node for every draw.
     """
-    vocab_size, most = drafts[0][0].shape[-1], np.max(schedule, axis=0)
+    (num_problems, vocab_size), most = drafts[0][0].shape, np.max(schedule, axis=0)
     first_column = np.cumsum([0, *most[:-1]])
     draw_source = np.repeat(np.arange(len(laws)), most)
     # Slots in depth-first order; each knows its place among its parent's draws.
@@ -58,42 +60,44 @@ def enumerate_trees(drafts: Sequence[Table], laws: Sequence[str], schedule: Sche
 
     grow(0, 0)
     count, width = len(parents), int(sum(most))
-    tokens, valid = np.zeros((1, count), np.int32), np.ones((1, count), bool)
-    draw_tokens, draw_valid = np.zeros((1, count, width), np.int32), np.zeros((1, count, width), bool)
-    probs = np.ones(1)
     expanded = [node for node in range(count) if depths[node] < len(schedule)]
-    laws_of_draws = np.zeros((1, len(expanded) * len(laws), vocab_size))
+    problems, probs = np.arange(num_problems), np.ones(num_problems)
+    tokens, valid = np.zeros((num_problems, count), np.int32), np.ones((num_problems, count), bool)
+    draw_tokens = np.zeros((num_problems, count, width), np.int32)
+    draw_valid = np.zeros(draw_tokens.shape, bool)
+    laws_of_draws = np.zeros((num_problems, len(expanded) * len(laws), vocab_size))
+
+    @functools.cache
+    def options_after(depth: int) -> Outcomes:
+        """What the sources can draw after every path of every problem: fields [P * V^depth, M, ..]."""
+        tables = [draft[depth].reshape(-1, vocab_size) for draft in drafts]
+        draws = [(s, law, count) for s, (law, count) in enumerate(zip(laws, schedule[depth], strict=True)) if count]
+        after = [
+            join_sources([LAWS[law].enumerate(tables[s][row], count) for s, law, count in draws])[0]
+            for row in range(len(tables[0]))
+        ]
+        return jax.tree.map(lambda *parts: np.stack(parts), *after)
 
     for place, node in enumerate(expanded):
         depth, alive = depths[node], valid[:, node]
-        code = _path_codes(tokens, parents, node, vocab_size)
-        # All outcomes after every path, then those after each tree's own.
-        tables = [draft[depth].reshape(-1, vocab_size) for draft in drafts]
-        after = [
-            join_sources(
-                [
-                    LAWS[law].enumerate(table[row], draws)
-                    for table, law, draws in zip(tables, laws, schedule[depth], strict=True)
-                    if draws
-                ]
-            )[0]
-            for row in range(vocab_size**depth)
-        ]
-        options = jax.tree.map(lambda *parts, code=code: np.stack(parts)[code], *after)  # [T, M, ..]
+        row = problems * vocab_size**depth + _path_codes(tokens, parents, node, vocab_size)
+        options = jax.tree.map(lambda field, row=row: field[row], options_after(depth))  # [T, M, ..]
         size = options.probs.shape[1]
         # A node that does not exist draws nothing: one option carries the probability.
         weights = np.where(alive[:, None], options.probs, np.arange(size) == 0)
         exists = options.valid & alive[:, None, None]
-        repeat = functools.partial(np.repeat, repeats=size, axis=0)
-        tokens, valid, draw_tokens, draw_valid, laws_of_draws, probs = map(
-            repeat, (tokens, valid, draw_tokens, draw_valid, laws_of_draws, probs)
+        after = (probs[:, None] * weights).reshape(-1)
+        kept = np.flatnonzero(after)
+        before = kept // size
+        tokens, valid, draw_tokens, draw_valid, laws_of_draws, problems, row = (
+            field[before] for field in (tokens, valid, draw_tokens, draw_valid, laws_of_draws, problems, row)
         )
-        probs = probs * weights.reshape(-1)
-        drawn, exists = (field.reshape(len(probs), -1) for field in (options.tokens, exists))
+        probs = after[kept]
+        drawn, exists = (field.reshape(-1, field.shape[-1])[kept] for field in (options.tokens, exists))
         where = np.concatenate([np.arange(n) + first for first, n in zip(first_column, schedule[depth], strict=True)])
         draw_tokens[:, node, where], draw_valid[:, node, where] = drawn, exists
-        for s, table in enumerate(tables):
-            laws_of_draws[:, place * len(laws) + s] = repeat(table[code])
+        for s, draft in enumerate(drafts):
+            laws_of_draws[:, place * len(laws) + s] = draft[depth].reshape(-1, vocab_size)[row]
         for child in [child for child in range(count) if parents[child] == node]:
             tokens[:, child] = draw_tokens[:, node, columns[child]]
             valid[:, child] = draw_valid[:, node, columns[child]]
@@ -117,7 +121,7 @@ def enumerate_trees(drafts: Sequence[Table], laws: Sequence[str], schedule: Sche
         q_rows=spread(q_rows),
     )
     trees = TokenTree(**fields, laws=tuple(laws), max_depth=len(schedule))
-    return Forest(trees, probs)
+    return Forest(trees, probs, problems)
 
 
 def _path_codes(tokens: Any, parents: Any, node: int, vocab_size: int) -> np.ndarray:
@@ -129,15 +133,62 @@ def _path_codes(tokens: Any, parents: Any, node: int, vocab_size: int) -> np.nda
     return code
 
 
-def node_logits(trees: TokenTree, target: Table) -> np.ndarray:
+def _rows(forest: Forest, node: int, vocab_size: int) -> np.ndarray:
+    """[T] the row of each tree's problem and path to a node in a flattened table [P * V^depth, V]."""
+    parents, depth = forest.trees.parents[0], int(forest.trees.depths[0, node])
+    return forest.problems * vocab_size**depth + _path_codes(forest.trees.tokens, parents, node, vocab_size)
+
+
+def node_logits(forest: Forest, target: Table) -> np.ndarray:
     """[T, N, V] log-probabilities of a tabular target at every node."""
-    vocab_size, parents = target[0].shape[-1], trees.parents[0]
+    vocab_size = target[0].shape[-1]
     logits = []
-    for node, depth in enumerate(np.asarray(trees.depths[0]).tolist()):
-        code = _path_codes(trees.tokens, parents, node, vocab_size)
+    for node, depth in enumerate(np.asarray(forest.trees.depths[0]).tolist()):
         with np.errstate(divide="ignore"):
-            logits.append(np.log(target[depth].reshape(-1, vocab_size))[code])
+            logits.append(np.log(target[depth].reshape(-1, vocab_size))[_rows(forest, node, vocab_size)])
     return np.stack(logits, 1)
+
+
+def _goes_on(trees: TokenTree) -> jax.Array:
+    """[T, N] the nodes that a walk can enter: of siblings with one token, the first."""
+    slots = jnp.arange(trees.tokens.shape[1])
+    twins = (trees.parents[:, :, None] == trees.parents[:, None]) & (trees.tokens[:, :, None] == trees.tokens[:, None])
+    twins &= trees.valid[:, None] & (slots < slots[:, None])
+    return trees.valid & ~twins.any(2) & (slots > 0)
+
+
+def _reach(trees: TokenTree, onward: jax.Array) -> jax.Array:
+    """[T, N] how often a walk comes to each node, where onward [T, N] is how often it goes on there from the parent."""
+    rows = jnp.arange(trees.tokens.shape[0])
+
+    def visit(node: jax.Array, reach: jax.Array) -> jax.Array:
+        above = reach[rows, jnp.maximum(trees.parents[:, node], 0)]
+        return reach.at[:, node].set(above * onward[:, node])  # parents come before children
+
+    start = jnp.zeros(onward.shape, onward.dtype).at[:, 0].set(1)
+    return jax.lax.fori_loop(1, onward.shape[1], visit, start)
+
+
+def walk_reach(rule: NodeRule, trees: TokenTree, logits: jax.Array, warp: Warp) -> jax.Array:
+    """[T, N] how often the walk of a node rule comes to each node, given each tree."""
+    rows, slots = jnp.arange(logits.shape[0]), jnp.arange(logits.shape[1])
+
+    def emits(node: jax.Array) -> jax.Array:
+        """[T, N] how often each slot's token is emitted at a node."""
+        law = node_law(rule, trees, logits, jnp.broadcast_to(node, rows.shape), warp)
+        return jnp.take_along_axis(law, trees.tokens, 1)
+
+    at_parent = jax.lax.map(emits, slots)[jnp.maximum(trees.parents, 0), rows[:, None], slots]
+    return _reach(trees, jnp.where(_goes_on(trees), at_parent, 0))
+
+
+def path_reach(
+    rule: Callable[[TokenTree, Any], PathDecision], trees: TokenTree, logits: jax.Array, warp: Warp
+) -> jax.Array:
+    """[T, N] how often a path rule's path contains each node, given each tree."""
+    rows = jnp.arange(logits.shape[0])
+    stop = rule(trees, lambda nodes: warp(logits[rows, nodes])).stop
+    return jnp.einsum("tn,tna->ta", stop, jax.vmap(ancestor_mask)(trees.parents).astype(stop.dtype))
 
 
 def walk_law(rule: NodeRule, trees: TokenTree, logits: jax.Array) -> jax.Array:
@@ -146,24 +197,14 @@ def walk_law(rule: NodeRule, trees: TokenTree, logits: jax.Array) -> jax.Array:
     The same ``node_law`` that the traversal samples from; a token goes on at the first child that carries it.
     """
     count, num_nodes = trees.tokens.shape
-    laws = jax.lax.map(
-        lambda node: node_law(rule, trees, logits, jnp.full(count, node), Warp()), jnp.arange(num_nodes)
-    )  # [N, T, V]
-    reach = [jnp.ones(count, laws.dtype)]
-    ends = []
-    for node in range(num_nodes):
-        children = trees.valid & (trees.parents == node)
-        carried = children[:, :, None] & (trees.tokens[:, :, None] == jnp.arange(laws.shape[-1]))  # [T, N, V]
-        ends.append(reach[node][:, None] * jnp.where(carried.any(1), 0, laws[node]))
-        if node + 1 < num_nodes:
-            parent = jnp.maximum(trees.parents[:, node + 1], 0)
-            rows = jnp.arange(count)
-            token = trees.tokens[:, node + 1]
-            older = jnp.arange(num_nodes) < node + 1
-            twins = trees.valid & (trees.parents == parent[:, None]) & (trees.tokens == token[:, None]) & older
-            goes_on = trees.valid[:, node + 1] & ~twins.any(1)
-            reach.append(jnp.where(goes_on, jnp.stack(reach, 1)[rows, parent] * laws[parent, rows, token], 0))
-    return jnp.stack(ends, 1)
+    rows, slots = jnp.arange(count), jnp.arange(num_nodes)
+    laws = jax.lax.map(lambda node: node_law(rule, trees, logits, jnp.full(count, node), Warp()), slots)  # [N, T, V]
+    parents, goes_on = jnp.maximum(trees.parents, 0), _goes_on(trees)
+    at_parent = laws[parents, rows[:, None], trees.tokens]
+    reach = _reach(trees, jnp.where(goes_on, at_parent, 0))
+    children = goes_on[:, None] & (parents[:, None] == slots[:, None])  # [T, N, child]
+    carried = (children[..., None] & (trees.tokens[:, None, :, None] == jnp.arange(laws.shape[-1]))).any(2)
+    return reach[:, :, None] * jnp.where(carried, 0, laws.swapaxes(0, 1))
 
 
 def path_law(rule: Callable[[TokenTree, Any], PathDecision], trees: TokenTree, logits: jax.Array) -> jax.Array:
@@ -177,8 +218,7 @@ def path_law(rule: Callable[[TokenTree, Any], PathDecision], trees: TokenTree, l
 
 def in_chunks(law: Callable[[TokenTree, Any], jax.Array], trees: TokenTree, logits: np.ndarray) -> np.ndarray:
     """``walk_law`` or ``path_law``, jitted, over many trees, some thousands at a time: one shape, bounded memory."""
-    count = len(logits)
-    size = min(count, 4096)
+    count, size = len(logits), 4096
     rows = np.arange(-(-count // size) * size) % count  # the last chunk is filled up with trees from the start
     pieces = [
         np.asarray(law(jax.tree.map(lambda field, chunk=chunk: field[chunk], trees), logits[chunk]))
@@ -190,46 +230,47 @@ def in_chunks(law: Callable[[TokenTree, Any], jax.Array], trees: TokenTree, logi
 class Joint(NamedTuple):
     """A whole verifier, averaged over everything."""
 
-    law: np.ndarray  # [V] * (D + 1) law of the first D + 1 tokens of the text
-    block_efficiency: float  # tokens emitted per verify step, 1..D + 1
+    law: np.ndarray  # [P] + [V] * (D + 1) law of the first D + 1 tokens of the text
+    block_efficiency: np.ndarray  # [P] tokens emitted per verify step, 1..D + 1
 
 
 def joint(ends: np.ndarray, forest: Forest, target: Table) -> Joint:
     """Sum where walks end [T, N, V] over the trees, and finish each text by the target."""
-    trees, vocab_size = forest.trees, target[0].shape[-1]
-    parents, total = trees.parents[0], np.zeros(target[-1].shape)
+    num_problems, vocab_size = target[0].shape
+    depths, total = np.asarray(forest.trees.depths[0]), np.zeros(target[-1].shape)
     mass = forest.probs[:, None, None] * ends
-    for node, depth in enumerate(np.asarray(trees.depths[0]).tolist()):
-        code = _path_codes(trees.tokens, parents, node, vocab_size)
-        text = np.zeros((vocab_size**depth, vocab_size))
-        np.add.at(text, code, mass[:, node])
-        text = text.reshape((vocab_size,) * (depth + 1))
+    for node, depth in enumerate(depths.tolist()):
+        text = np.zeros((num_problems * vocab_size**depth, vocab_size))
+        np.add.at(text, _rows(forest, node, vocab_size), mass[:, node])
+        text = text.reshape(num_problems, *(vocab_size,) * (depth + 1))
         for table in target[depth + 1 :]:
             text = text[..., None] * table
         total += text
-    return Joint(total, float((mass.sum((0, 2)) * (trees.depths[0] + 1)).sum()))
+    emitted = mass.sum(2) @ (depths + 1)
+    return Joint(total, np.bincount(forest.problems, emitted, num_problems))
 
 
 def target_law(target: Table) -> np.ndarray:
-    """[V] * (D + 1) law of the target's own text."""
+    """[P] + [V] * (D + 1) law of the target's own text."""
     return functools.reduce(lambda text, table: text[..., None] * table, target)
 
 
-def block_efficiency_bound(forest: Forest, target: Table) -> float:
-    """The most tokens per verify step that any exact verifier of these trees can emit, from above.
+def block_efficiency_bound(forest: Forest, target: Table) -> np.ndarray:
+    """[P] the most tokens per verify step that any exact verifier of these trees can emit, from above.
 
     1 + the sum over depths of the bound of ``measure.bound`` with drawn prefixes of that length for tokens: a prefix
     can be accepted only where it was drawn and as often as the target has it. It need not be reached.
     """
-    trees, vocab_size = forest.trees, target[0].shape[-1]
-    parents, total = trees.parents[0], 1.0
+    trees, (num_problems, vocab_size) = forest.trees, target[0].shape
+    parents, total = trees.parents[0], np.ones(num_problems)
+    probs = forest.probs[:, None] * (forest.problems[:, None] == np.arange(num_problems))  # [T, P]
     for depth in range(1, trees.max_depth + 1):
-        drawn = np.zeros((len(forest.probs), vocab_size**depth), bool)
+        drawn = np.zeros((len(probs), vocab_size**depth), bool)
         for node in np.flatnonzero(np.asarray(trees.depths[0]) == depth).tolist():
             code = _path_codes(trees.tokens, parents, node, vocab_size)
             drawn[np.flatnonzero(trees.valid[:, node]), code[trees.valid[:, node]]] = True
         sets = subsets(vocab_size**depth)
         inside = (drawn.astype(np.float64) @ ~sets.T == 0).T  # [2^(V^depth), T]
-        prefix_law = target_law(target[:depth]).reshape(-1)
-        total += 1 + float((sets @ prefix_law - inside @ forest.probs).min())
+        prefix_law = target_law(target[:depth]).reshape(num_problems, -1)
+        total += 1 + (sets @ prefix_law.T - inside @ probs).min(0)
     return total

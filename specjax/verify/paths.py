@@ -17,7 +17,7 @@ from specjax.laws import drawn_by, grown
 from specjax.sampling import Warp, sample_at
 from specjax.tree import TokenTree
 from specjax.types import Acceptance, RoundKeys
-from specjax.verify.rules import best_of_draws, rank
+from specjax.verify.rules import best_of_draws, normalise, rank
 
 Rows = Callable[[jax.Array], jax.Array]  # nodes [B] -> the target's distributions there [B, V]
 
@@ -36,12 +36,6 @@ class PathRule(NamedTuple):
     rule: Callable[[TokenTree, Rows], PathDecision]
     exact_for: frozenset[str]  # keys of proposal laws (see specjax.laws.law_key)
     lossy: bool = False
-
-
-def _normalise(mass: jax.Array, otherwise: jax.Array) -> jax.Array:
-    """Rows of mass [B, V] made to sum to 1; of a row that is zero, the other."""
-    total = mass.sum(-1, keepdims=True)
-    return jnp.where(total > 0, mass / jnp.where(total > 0, total, 1), otherwise)
 
 
 def _divide(a: jax.Array, b: jax.Array, empty: float) -> jax.Array:
@@ -126,7 +120,7 @@ def multi_path_block(tree: TokenTree, target: Rows) -> PathDecision:
     def residual(nodes: jax.Array) -> jax.Array:
         p = target(nodes)
         _, law, _ = choose(nodes, p)
-        left = _normalise(jnp.maximum(_at(weights, nodes)[:, None] * p - law, 0), p)
+        left = normalise(jnp.maximum(_at(weights, nodes)[:, None] * p - law, 0), p)
         left = jnp.where(_at(has_draws, nodes)[:, None], left, p)
         share = _divide(_at(pinned_stop, nodes), _at(stop, nodes), 0)
         return ((1 - share)[:, None] * left).at[rows, _at(tokens, nodes)].add(share)
@@ -204,7 +198,7 @@ def traversal(tree: TokenTree, target: Rows) -> PathDecision:
         gone = _at(usable, node) & same_source & distinct & (slots < draw[:, None])
         tokens = jnp.where(gone, _at(tree.draw_tokens, node), law.shape[-1])
         law = law.at[rows[:, None], tokens].set(0, mode="drop")
-        return _normalise(law, law)
+        return normalise(law, law)
 
     def refuse(left: jax.Array, scale: jax.Array, alpha: jax.Array, law: jax.Array) -> tuple[jax.Array, ...]:
         """What a refused draw leaves of its node: left is not normalised, only alpha p = scale * left is needed."""
@@ -313,10 +307,10 @@ def traversal(tree: TokenTree, target: Rows) -> PathDecision:
             )
 
         left, _, _ = lax.fori_loop(0, most, refuse_draw, (p, alpha, alpha))
-        left = _normalise(left, p)
+        left = normalise(left, p)
         law = _at(walk.late, nodes)[:, None] * left + _at(walk.fresh, nodes)[:, None] * p
         law = law.at[rows[:, None], _at(tree.draw_tokens, nodes)].add(_at(walk.nodeless, nodes))
-        return _normalise(law, p)
+        return normalise(law, p)
 
     return PathDecision(stop, residual)
 

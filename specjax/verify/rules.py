@@ -37,8 +37,9 @@ class Rule(NamedTuple):
     takes_laws: bool = False  # the rule needs the keyword laws: the law of each source
 
 
-def _normalise(mass: jax.Array, otherwise: jax.Array) -> jax.Array:
-    total = mass.sum()
+def normalise(mass: jax.Array, otherwise: jax.Array) -> jax.Array:
+    """Mass [..., V] made to sum to 1 along its last axis; where it is zero, the other."""
+    total = mass.sum(-1, keepdims=True)
     return jnp.where(total > 0, mass / jnp.where(total > 0, total, 1), otherwise)
 
 
@@ -49,7 +50,7 @@ def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _excess(p: jax.Array, q: jax.Array) -> jax.Array:
     """N((p - q)+), the law left when a draw from q was refused as p's."""
-    return _normalise(jnp.maximum(p - q, 0), p)
+    return normalise(jnp.maximum(p - q, 0), p)
 
 
 def _usable(q: jax.Array, draws: Draws) -> jax.Array:
@@ -110,16 +111,17 @@ def multi_step(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
 def without_replacement(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
     """MSS in which a refused token leaves q as well as p, and repeats are skipped.
 
-    Sequoia's verification (Chen et al. 2024) and the recursive rejection sampling of RSD (Jeon et al. 2024). Exact for
-    draws without replacement verified in drawing order; also for i.i.d. draws, since a draw that is not a repeat has
-    the law q restricted to the unseen, and for several sources of either. Cost: O(V) per draw.
+    Sequoia (Chen et al. 2024), section 3.2, Algorithm 2, and the recursive rejection sampling of RSD (Jeon et al.
+    2024), section 3.1. Exact for draws without replacement verified in drawing order; also for i.i.d. draws, since a
+    draw that is not a repeat has the law q restricted to the unseen, and for several sources of either. Cost: O(V) per
+    draw.
     """
 
     def step(carry: tuple[jax.Array, jax.Array, jax.Array], draw: tuple[jax.Array, jax.Array, jax.Array]):
         left, seen, reach = carry
         token, source, valid = draw
         law = jnp.where(seen, 0, q[source])
-        law = _normalise(law, law)
+        law = normalise(law, law)
         usable = valid & (law[token] > 0)
         accept = jnp.where(usable, _ratio(left[token], law[token]), 0)
         left = jnp.where(usable, _excess(left, law), left)
@@ -199,7 +201,7 @@ def spectr(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
     accept = jnp.where(usable, _ratio(p[draws.tokens] / rho, law[draws.tokens]), 0)
     reach = jnp.cumprod(1 - accept)
     before = jnp.concatenate([jnp.ones((1,), p.dtype), reach[:-1]])
-    residual = _normalise(jnp.maximum(p - gamma * kept, 0), p)
+    residual = normalise(jnp.maximum(p - gamma * kept, 0), p)
     return jnp.where(count > 0, (reach[-1] * residual).at[draws.tokens].add(before * accept), p)
 
 
@@ -218,7 +220,7 @@ def top_k_plus_one(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
     token = draws.tokens[last]
     earlier = jnp.where(usable & (slots < last), draws.tokens, p.shape[0])
     law = q[draws.source[last]].at[earlier].set(0, mode="drop")
-    law = _normalise(law, law)
+    law = normalise(law, law)
     return jnp.where(count > 0, _only(_excess(p, law), token, _ratio(p[token], law[token])), p)
 
 
@@ -238,12 +240,12 @@ def hub(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
     centre = jnp.argmax(law)
     rest = law.at[centre].set(0)
     # The pair (x, a) has probability q(x); the pair (a, x) this much:
-    reversed_pair = law[centre] * _normalise(rest, rest)
+    reversed_pair = law[centre] * normalise(rest, rest)
     by_first = jnp.minimum(p, rest)
     by_second = jnp.minimum(p - by_first, reversed_pair)
     unused = ((rest - by_first) + (reversed_pair - by_second)).sum()
     by_centre = jnp.minimum(p[centre], unused)
-    residual = _normalise(jnp.maximum((p - by_first - by_second).at[centre].add(-by_centre), 0), p)
+    residual = normalise(jnp.maximum((p - by_first - by_second).at[centre].add(-by_centre), 0), p)
     centre_first = draws.tokens[first] == centre
     token = jnp.where(centre_first, draws.tokens[second], draws.tokens[first])
     accept = jnp.where(

@@ -1,6 +1,7 @@
 """The runner on the real library: what it records is what happened, and it survives kills (cases B38, B40)."""
 
 import csv
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 
 import specjax as sj
 from experiments import config, run
+from experiments import sweep as sweep_settings
 
 PROMPTS = ("def first(n):", "class Second", "import os\n\nthird = ")
 SWEEP = """
@@ -477,3 +479,16 @@ def test_missing_weights_are_an_error_for_people(runs, capsys, tmp_path):
     runs.write("product.decode.tree = [[]]", ())
     assert runs("--set", f"models.target='{tmp_path / 'empty'}'") == 2
     assert "safetensors" in capsys.readouterr().err
+
+
+def test_what_drafts_draw_from_and_lossy_verifiers_are_settings():
+    decode = sweep_settings.Decode(tree=(2,), drafts=("far",), temperature=0.5, verifier="typical", allow_lossy=True)
+    models = sweep_settings.Models("target", ("far",))
+    block = sweep_settings.Block(product={"decode.draft_warp.temperature": [0.0, 0.8], "decode.draft_warp.top_k": [5]})
+    base = sweep_settings.Experiment(sweep_settings.Run("test"), models, decode)
+    cells = [*sweep_settings.cells(base), *sweep_settings.cells(dataclasses.replace(base, sweep=(block,)))]
+    workshop = run.Workshop(cells)
+    workshop.model = lambda *arguments: arguments
+    calls = [workshop._call(cell.config, []) for cell in cells]
+    assert [call["draft_warp"] for call in calls] == [sj.Warp(0.5), sj.Warp(0.0, 5), sj.Warp(0.8, 5)]
+    assert all(call["allow_lossy"] for call in calls)

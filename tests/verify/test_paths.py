@@ -2,28 +2,29 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.laws import LAWS
 from specjax.sampling import Warp
 from specjax.tree import TokenTree
 from specjax.types import RoundKeys
 from specjax.verify.joint import enumerate_trees, in_chunks, joint, node_logits, path_law, target_law, walk_law
 from specjax.verify.measure import for_laws
 from specjax.verify.paths import PATH_RULES, block, multi_path_block, stop_at, traversal, typical
+from specjax.verify.rules import RULES
+from specjax.verify.table import BIASED, EXACT
 
 V = 3
 
 
-def random_table(rng: np.random.Generator, levels: int, vocab_size: int = V) -> list[np.ndarray]:
-    return [rng.dirichlet([0.4] * vocab_size, (vocab_size,) * level) for level in range(levels)]
-
-
-def stack(trees: list[TokenTree]) -> TokenTree:
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *trees)
+def random_tables(rng: np.random.Generator, levels: int, count: int = 1) -> list[np.ndarray]:
+    """A tabular model of ``count`` problems."""
+    return [rng.dirichlet([0.4] * V, (count, *(V,) * level)) for level in range(levels)]
 
 
 @functools.cache
@@ -36,28 +37,24 @@ def compiled(rule, laws=("iid",)):
 class Problems:
     """Random tabular models with all their trees in one batch."""
 
-    def __init__(self, laws, schedule, *, count, merge=False, seed=0, vocab_size=V):
-        rng = np.random.default_rng(seed)
-        depth = len(schedule)
-        self.targets = [random_table(rng, depth + 1, vocab_size) for _ in range(count)]
-        drafts = [[random_table(rng, depth, vocab_size) for _ in laws] for _ in range(count)]
-        self.forests = [enumerate_trees(models, laws, schedule, merge=merge) for models in drafts]
-        self.trees = stack([forest.trees for forest in self.forests])
-        self.logits = np.concatenate(
-            [node_logits(forest.trees, target) for forest, target in zip(self.forests, self.targets, strict=True)]
-        )
+    def __init__(self, laws, schedule, *, count, merge=False, seed=0):
+        rng, depth = np.random.default_rng(seed), len(schedule)
+        self.target = random_tables(rng, depth + 1, count)
+        drafts = [random_tables(rng, depth, count) for _ in laws]
+        self.forest = enumerate_trees(drafts, laws, schedule, merge=merge)
+        self.logits = node_logits(self.forest, self.target)
 
     def ends(self, rule) -> np.ndarray:
         """[T, N, V] where walks end, by a path rule's function or a node rule's name."""
+        trees = self.forest.trees
         with jax.enable_x64(True):
-            return in_chunks(compiled(rule, self.trees.laws), self.trees, self.logits)
+            return in_chunks(compiled(rule, trees.laws), trees, self.logits)
 
     def averaged(self, rule) -> tuple[float, np.ndarray]:
         """The worst total variation from the target, and every problem's block efficiency."""
-        parts = np.split(self.ends(rule), np.cumsum([len(forest.probs) for forest in self.forests])[:-1])
-        results = [joint(*case) for case in zip(parts, self.forests, self.targets, strict=True)]
-        variation = [np.abs(r.law - target_law(t)).sum() / 2 for r, t in zip(results, self.targets, strict=True)]
-        return max(variation), np.array([result.block_efficiency for result in results])
+        result = joint(self.ends(rule), self.forest, self.target)
+        difference = np.abs(result.law - target_law(self.target)).reshape(len(result.law), -1)
+        return difference.sum(1).max() / 2, result.block_efficiency
 
 
 @functools.cache
@@ -68,10 +65,10 @@ def chains() -> Problems:
 def test_the_block_paper_example():
     """p = (1/3, 2/3), q = (2/3, 1/3), two drafted tokens: 10/9 accepted token by token, 11/9 as a block."""
     p, q = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
-    everywhere = lambda law, levels: [np.broadcast_to(law, (2,) * level + (2,)) for level in range(levels)]
+    everywhere = lambda law, levels: [np.broadcast_to(law, (1, *(2,) * level, 2)) for level in range(levels)]
     forest = enumerate_trees([everywhere(q, 2)], ("iid",), [[1], [1]])
     target = everywhere(p, 3)
-    logits = node_logits(forest.trees, target)
+    logits = node_logits(forest, target)
     with jax.enable_x64(True):
         for rule, accepted in ((block, 11 / 9), (traversal, 11 / 9)):
             result = joint(np.asarray(compiled(rule)(forest.trees, logits)), forest, target)
@@ -126,13 +123,40 @@ def test_multi_path_block_gives_the_targets_joint_law(schedule):
     assert (value > 1).all()
 
 
+@functools.cache
+def trees_of_every_law():
+    """Targets, and the trees of 200 problems by law; one shape for all, so that a rule is compiled once."""
+    rng = np.random.default_rng(8)
+    target, draft = random_tables(rng, 3, 200), random_tables(rng, 2, 200)
+    laws = [law for law in LAWS if law != "shared_gumbel"]
+    return target, {law: enumerate_trees([draft], (law,), [[2], [1]], merge=True) for law in laws}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_node_rules_give_the_targets_joint_law_where_they_are_exact_and_nowhere_else(name):
+    target, forests = trees_of_every_law()
+    record = RULES[name]
+    for law, forest in forests.items():
+        trees = forest.trees
+        if not record.takes_laws:  # the others never ask for the law
+            trees = dataclasses.replace(trees, laws=("iid",))
+        with jax.enable_x64(True):
+            ends = in_chunks(compiled(name, trees.laws), trees, node_logits(forest, target))
+        difference = np.abs(joint(ends, forest, target).law - target_law(target)).reshape(200, -1).sum(1) / 2
+        if record.exact_for is None or law in record.exact_for:
+            assert difference.max() <= EXACT, law
+        else:
+            assert difference.max() > BIASED, law
+
+
 @pytest.mark.parametrize("rule", [traversal, multi_path_block])
 def test_a_draw_without_a_node_can_still_be_accepted(rule):
     """A topology may leave out a rank: its draw is made and verified, but the path can only end with it."""
     problems = Problems(("iid",), [[2], [1]], count=50, seed=3)
     kept, efficiency = problems.averaged(rule)
     gone = np.isin(np.arange(5), [1, 2])  # the first child and what is below it
-    problems.trees = dataclasses.replace(problems.trees, valid=problems.trees.valid & ~gone)
+    trees = problems.forest.trees
+    problems.forest = problems.forest._replace(trees=dataclasses.replace(trees, valid=trees.valid & ~gone))
     variation, without = problems.averaged(rule)
     assert max(kept, variation) <= 1e-12
     assert (without < efficiency).all()
@@ -141,37 +165,37 @@ def test_a_draw_without_a_node_can_still_be_accepted(rule):
 def test_block_refuses_trees():
     problems = Problems(("iid",), [[2]], count=1)
     with pytest.raises(ValueError, match="takes chains, one draw a node; the tree has room for 2"):
-        path_law(block, problems.trees, problems.logits)
+        path_law(block, problems.forest.trees, problems.logits)
 
 
-@pytest.mark.parametrize("name", PATH_RULES)
-def test_edge_laws_are_finite_and_right(name):
-    """p = q, one-hot laws, missing tokens, disjoint supports: B11 for paths."""
+@pytest.mark.parametrize(
+    ("name", "law"), [*((name, "iid") for name in PATH_RULES), ("traversal", "without_replacement")]
+)
+def test_edge_laws_are_finite_and_right(name, law):
+    """p = q, one-hot laws, missing tokens, disjoint supports, draws that cover all of p: B11 for paths."""
     laws = {"dense": [0.5, 0.3, 0.2], "one-hot": [0, 1.0, 0], "other one-hot": [0, 0, 1.0], "gap": [0.4, 0, 0.6]}
-    levels = lambda law, count: [np.broadcast_to(np.array(law, float), (V,) * (level + 1)) for level in range(count)]
+    levels = lambda laws, count: [
+        np.broadcast_to(np.reshape(laws, (-1, *(1,) * level, V)), (len(laws), *(V,) * (level + 1)))
+        for level in range(count)
+    ]
     schedule = [[1], [1]] if name == "block" else [[2], [1]]
-    for label, p in laws.items():
-        target = levels(p, 3)
-        forests = [enumerate_trees([levels(q, 2)], ("iid",), schedule) for q in laws.values()]
-        trees = stack([forest.trees for forest in forests])
-        logits = np.concatenate([node_logits(forest.trees, target) for forest in forests])
-        with jax.enable_x64(True):
-            ends = np.asarray(compiled(PATH_RULES[name].rule)(trees, logits))
-        assert np.isfinite(ends).all() and (ends >= 0).all()
-        np.testing.assert_allclose(ends.sum((1, 2)), 1, atol=1e-12)
-        for part, forest in zip(np.split(ends, len(forests)), forests, strict=True):
-            law = joint(part, forest, target).law
-            if name != "typical" or "one-hot" in label:
-                np.testing.assert_allclose(law, target_law(target), atol=1e-12)
+    pairs = list(itertools.product(laws, laws))
+    target = levels([laws[p] for p, _ in pairs], 3)
+    forest = enumerate_trees([levels([laws[q] for _, q in pairs], 2)], (law,), schedule)
+    with jax.enable_x64(True):
+        ends = in_chunks(compiled(PATH_RULES[name].rule), forest.trees, node_logits(forest, target))
+    assert np.isfinite(ends).all() and (ends >= 0).all()
+    np.testing.assert_allclose(ends.sum((1, 2)), 1, atol=1e-12)
+    exact = [name != "typical" or "one-hot" in p for p, _ in pairs]
+    np.testing.assert_allclose(joint(ends, forest, target).law[exact], target_law(target)[exact], atol=1e-12)
 
 
 def test_with_the_target_as_its_own_draft_a_chain_is_always_accepted():
-    rng = np.random.default_rng(4)
-    target = random_table(rng, 3)
+    target = random_tables(np.random.default_rng(4), 3)
     forest = enumerate_trees([target], ("iid",), [[1], [1]])
     with jax.enable_x64(True):
-        ends = np.asarray(compiled(block)(forest.trees, node_logits(forest.trees, target)))
-    assert abs(joint(ends, forest, target).block_efficiency - 3) < 1e-12
+        ends = np.asarray(compiled(block)(forest.trees, node_logits(forest, target)))
+    assert abs(joint(ends, forest, target).block_efficiency[0] - 3) < 1e-12
 
 
 def chain(tokens: list[int], q: list[float]) -> TokenTree:
@@ -237,6 +261,7 @@ def test_a_row_does_not_depend_on_its_batch_mates():
     together = problems.ends(traversal)
     rng = np.random.default_rng(6)
     order = rng.permutation(len(together))
-    problems.trees = jax.tree.map(lambda field: field[order], problems.trees)
+    trees = jax.tree.map(lambda field: field[order], problems.forest.trees)
+    problems.forest = problems.forest._replace(trees=trees)
     problems.logits = problems.logits[order]
     np.testing.assert_array_equal(problems.ends(traversal), together[order])
