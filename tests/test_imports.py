@@ -17,7 +17,9 @@ ROOT = Path(__file__).parent.parent
 # "specjax" is the package's __init__.py alone.
 CORE = "specjax.types specjax.tree specjax.mask specjax.sampling specjax.laws specjax.prefill"
 LOOP = f"{CORE} specjax.draft specjax.verify specjax.decode"
-LIBRARY = f"{LOOP} specjax.cache specjax.models specjax.exact specjax.train specjax.request specjax.generate"
+LIBRARY = (
+    f"{LOOP} specjax.cache specjax.models specjax.exact specjax.train specjax.request specjax.generate specjax.replay"
+)
 ARROWS = {
     "specjax.types": "",
     "specjax.tree": "specjax.types",
@@ -34,6 +36,7 @@ ARROWS = {
     "specjax.train": "specjax.types specjax.models",
     "specjax.request": LOOP,
     "specjax.generate": f"{LOOP} specjax.request",
+    "specjax.replay": f"{LOOP} specjax.models specjax.request",
     "specjax.testing": LIBRARY,
     "specjax": f"{LIBRARY} specjax.testing",
     "pallas_kernels": "",
