@@ -90,6 +90,7 @@ def prepare(
         drafter.commit,
         verifier.verify,
         drafter.max_depth,
+        draft_choose=drafter.choose,
     )
     inputs = (
         jnp.asarray(np.pad(tokens, ((0, 0), (0, capacity - tokens.shape[1])))),

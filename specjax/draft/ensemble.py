@@ -20,6 +20,8 @@ def ensemble(drafters: Sequence[Drafter]) -> Drafter:
     positions = [drafter.max_positions for drafter in drafters if drafter.max_positions is not None]
     if len(set(sizes)) > 1:
         raise ValueError(f"drafters of an ensemble need one vocabulary; got sizes {sizes}")
+    if len(drafters) > 1 and any(drafter.choose is not None for drafter in drafters):
+        raise ValueError("an adaptive drafter stands alone; make one of ensembles of each size instead")
     return Drafter(
         *_functions(tuple((drafter.init, drafter.propose, drafter.commit) for drafter in drafters)),
         params=tuple(drafter.params for drafter in drafters),

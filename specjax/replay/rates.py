@@ -295,4 +295,5 @@ def _interval(hits: np.ndarray, tries: np.ndarray) -> tuple[np.ndarray, np.ndarr
     trials, z = total / worse, 1.96
     middle = (rates + z**2 / (2 * trials)) / (1 + z**2 / trials)
     half = z / (1 + z**2 / trials) * np.sqrt(np.maximum(rates * (1 - rates), 0) / trials + z**2 / (4 * trials**2))
-    return rates, np.maximum(middle - half, 0), np.minimum(middle + half, 1)
+    # Rounding must not push an end past the rate itself, where that is 0 or 1.
+    return rates, np.minimum(np.maximum(middle - half, 0), rates), np.maximum(np.minimum(middle + half, 1), rates)
