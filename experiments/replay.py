@@ -3,7 +3,7 @@
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from rich.console import Console
 
 import specjax as sj
 from experiments import config, prompts
+from experiments.search import schedules
 from specjax.replay import RankTrace, rank_trace, rounds, tokens_per_step
 from specjax.types import Model
 
@@ -66,19 +67,6 @@ def random_tree(rng: np.random.Generator, bounds: sj.TreeShape = BOUNDS) -> sj.T
             return tree.pad(bounds)
         except ValueError:  # too wide somewhere: draw again
             continue
-
-
-def schedules(max_nodes: int, max_depth: int | None = None) -> Iterator[tuple[int, ...]]:
-    """Every expansion schedule of at most ``max_nodes`` nodes, the root included."""
-
-    def below(prefix: tuple[int, ...], width: int, nodes: int) -> Iterator[tuple[int, ...]]:
-        for arity in range(1, (max_nodes - nodes) // width + 1):
-            schedule = (*prefix, arity)
-            yield schedule
-            if max_depth is None or len(schedule) < max_depth:
-                yield from below(schedule, width * arity, nodes + width * arity)
-
-    return below((), 1, 1)
 
 
 def check(

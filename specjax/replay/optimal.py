@@ -25,9 +25,8 @@ class Optimum(NamedTuple):
         if not 1 <= num_nodes <= len(self.expected):
             raise ValueError(f"expected 1 to {len(self.expected)} nodes; got {num_nodes!r}")
         paths: list[tuple[int, ...]] = []
-        todo = [
-            ((), 0, num_nodes - 1)
-        ]  # a node's path, the next rank below it, nodes left for that rank and later ones
+        # A node's path, the next rank below it, and the nodes that are left for that rank and later ones.
+        todo: list[tuple[tuple[int, ...], int, int]] = [((), 0, num_nodes - 1)]
         while todo:
             path, rank, left = todo.pop()
             while left and rank < self.acceptance.shape[1] and len(path) < len(self.acceptance):

@@ -113,14 +113,14 @@ def _rank(window: Window, *, shared: bool) -> dict[str, jax.Array]:
 
     # Without temperature or shared noise nobody looks at it.
     gumbel = noise() if shared else lax.cond(sampled, noise, lambda: jnp.zeros(logits.shape, jnp.float32))
-    greedy = window.warp.temperature[..., None] == 0
+    greedy = jnp.asarray(window.warp.temperature)[..., None] == 0
     target = jnp.where(greedy, logits, jnp.log(window.warp(logits)) + gumbel)
     ranks, near = [], []
     for draft in drafts:
         q = window.draft_warp(draft)
         # What is drawn from: probabilities (drafting sorts them, and they may tie where logits do not), or a race.
         ranks.append(_place(jnp.where(q > 0, jnp.log(q) + gumbel, -jnp.inf) if shared else q, q, tokens))
-        scale = jnp.maximum(window.draft_warp.temperature, 1)[..., None]
+        scale = jnp.maximum(jnp.asarray(window.draft_warp.temperature), 1)[..., None]
         near.append(_is_near(jnp.log(q) + gumbel if shared else draft / scale, tokens))
     return {"ranks": jnp.stack(ranks, -1), "near": jnp.stack(near, -1), "target_near": _is_near(target, tokens)}
 

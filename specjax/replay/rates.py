@@ -15,8 +15,8 @@ from specjax.replay.record import Window, record
 from specjax.replay.walk import Tree, pack, transitions
 from specjax.request import DRAFT_MODES
 from specjax.sampling import Warp, fold_in
-from specjax.types import Draws, Model, NodeRule, Verifier
-from specjax.verify import check_laws
+from specjax.types import Draws, Model, NodeRule
+from specjax.verify import VERIFIERS, check_laws
 from specjax.verify.measure import for_laws
 from specjax.verify.rules import RULES
 
@@ -85,7 +85,7 @@ def rate_trace(
         known = ", ".join(mode for mode, law in DRAFT_MODES.items() if law in CONTAINING)
         raise ValueError(f"draft_mode {draft_mode!r} cannot be estimated; expected one of {known}")
     law = DRAFT_MODES[draft_mode]
-    check_laws(Verifier(verifier, for_laws, RULES[verifier].exact_for), (law,))
+    check_laws(VERIFIERS[verifier], (law,))
     for name, value in (("most_draws", most_draws), ("samples", samples)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is an integer >= 1; got {value!r}")

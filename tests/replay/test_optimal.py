@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from experiments.replay import schedules
+from experiments.search import schedules
 from specjax.replay import best_size, expected_tokens, optimal_trees
 
 

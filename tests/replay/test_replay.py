@@ -7,7 +7,8 @@ import pytest
 
 import specjax as sj
 from experiments import prompts
-from experiments.replay import SSMS, ZOO, check, compare, random_tree, schedules
+from experiments.replay import SSMS, ZOO, check, compare, random_tree
+from experiments.search import schedules
 from specjax.replay import RankTrace, rank_trace, rounds, tokens_per_step, verify_steps
 from specjax.replay.ranks import FAR
 from specjax.testing import hostile, table_model
