@@ -48,6 +48,10 @@ class Workshop:
         self.prompts = functools.cache(_load_prompts)
         self.baseline = functools.cache(self._baseline)
         self.screening = screening.Screening(self._whole_call)
+        self.fit(cells)
+
+    def fit(self, cells: Sequence[Cell]) -> None:
+        """Take the bounds that all trees of a padded run share from these cells."""
         trees = [sweep.topology(cell.config.decode.tree) for cell in cells if cell.config.decode.tree]
         self._bounds = sj.common_shape(trees) if trees else None
 
@@ -182,6 +186,7 @@ def _run(experiment: Experiment, out: pathlib.Path | None, arguments: Sequence[s
         "inputs": {**workshop.check(cells), "device": _device()},
     }
     cells = workshop.screening.cells(cells)
+    workshop.fit(cells)
     about = {cell.id: {"method": _title(cell.config), "rows": cell.config.run.num_prompts} for cell in cells}
     with store.opened(directory, header, about, _session(arguments)) as records:
         pending = [cell for cell in cells if records.header["cells"][cell.id]["status"] != "done"]
