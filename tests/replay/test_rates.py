@@ -36,9 +36,7 @@ def test_sets_of_draws_that_contain_a_token_have_the_laws_weights(law):
 @pytest.mark.parametrize(
     ("mode", "law", "verifier"),
     [
-        ("top_k", "deterministic", "naive_sampling"),
         ("iid", "iid", "multi_step"),
-        ("iid", "iid", "spectr"),
         ("without_replacement", "without_replacement", "without_replacement"),
     ],
 )
