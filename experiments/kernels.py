@@ -226,13 +226,14 @@ def check_loop(target: Target) -> tuple[str, list[str]]:
         executable = traced.lower(lowering_platforms=(target.lowering,)).compile()
     cache = state.cache.k[0].shape
     # Behind ENTRY are what happens once: XLA stores a program's narrow arguments in another layout than its loops do.
-    every_round = executable.as_text().partition("\nENTRY ")[0]
+    every_round = str(executable.as_text()).partition("\nENTRY ")[0]
     copied = re.findall(rf"= bf16\[{','.join(map(str, cache))}\]\S* copy\(", every_round)
     wrong = [f"{name}: every round copies {len(copied)} of the cache's arrays"] if copied else []
     rows = batch * plan.params.drafter.topology.shape.num_nodes
     products = sum(leaf.size for leaf in jax.tree.leaves(model.params) if leaf.ndim == 2) - 512 * heads * head_dim
     least = 2 * rows * products + layers * 4 * rows * heads * cache[2] * head_dim
-    flops = executable.cost_analysis()["flops"]
+    cost, memory = executable.cost_analysis(), executable.memory_analysis()
+    flops, temporary = (cost or {})["flops"], memory.temp_size_in_bytes if memory else 0
     if flops < least:
         wrong.append(f"{name}: {flops:.3g} flops are counted, fewer than the target's {least:.3g}: the kernel is not")
     temporary = executable.memory_analysis().temp_size_in_bytes

@@ -126,7 +126,8 @@ def short_names(names: Sequence[str]) -> str:
 def one_line(records: Sequence[Row]) -> str:
     """A finished cell's result in a few words."""
     row = _summary(records)
-    return f"{row['tokens_per_step']:.2f} tokens/step, {row['speedup']:.2f}x"
+    speed = "replayed" if np.isnan(row["speedup"]) else f"{row['speedup']:.2f}x"
+    return f"{row['tokens_per_step']:.2f} tokens/step, {speed}"
 
 
 def _by_cell(table: pd.DataFrame) -> list[list[dict[str, Any]]]:

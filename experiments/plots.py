@@ -34,6 +34,8 @@ def methods(summary: pd.DataFrame) -> Figure:
         for axes, name, suffix in ((left, "tokens_per_step", ""), (right, "speedup", "x")):
             for place, row in enumerate(rows):
                 style, value = styles[row["cell"]], row[name]
+                if np.isnan(value):  # a replayed cell has no time
+                    continue
                 axes.barh(place, value, 0.72, color=style["color"], hatch=style["hatch"], edgecolor="white", lw=0)
                 low, high = row[f"{name}_low"], row[f"{name}_high"]
                 axes.plot([low, high], [place, place], color="black", linewidth=0.8, marker="|", markersize=5)

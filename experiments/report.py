@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 from rich import box
 from rich.console import Console
@@ -17,6 +18,10 @@ CAPTIONS = {
     "acceptance": "How often a drafted token was accepted, given that its parent was, by depth in the tree "
     "(hollow markers: fewer than 20 rounds)",
 }
+
+
+def _timed(value: float, form: str) -> str:
+    return "replayed" if np.isnan(value) else form.format(value)
 
 
 class Column(NamedTuple):
@@ -40,9 +45,9 @@ COLUMNS = (
     Column("accepted", lambda row: f"{row['accepted']}", roomy=True),
     Column("steps", lambda row: f"{row['steps']}"),
     Column("tokens/step", lambda row: f"{row['tokens_per_step']:.2f}"),
-    Column("decode s", lambda row: f"{row['decode_seconds']:.2f}"),
-    Column("tokens/s", lambda row: f"{row['tokens_per_second']:.0f}"),
-    Column("speed-up", lambda row: f"{row['speedup']:.2f}x"),
+    Column("decode s", lambda row: _timed(row["decode_seconds"], "{:.2f}")),
+    Column("tokens/s", lambda row: _timed(row["tokens_per_second"], "{:.0f}")),
+    Column("speed-up", lambda row: _timed(row["speedup"], "{:.2f}x")),
     Column("text", lambda row: _same_text(row), left=True),
 )
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import specjax as sj
-from experiments import config, metrics, prompts, report, store, sweep
+from experiments import config, metrics, prompts, report, screening, store, sweep
 from experiments.config import ConfigError
 from experiments.prompts import Prompt
 from experiments.sweep import Cell, Experiment
@@ -49,6 +49,11 @@ class Workshop:
         self.model = functools.cache(_load_model)
         self.prompts = functools.cache(_load_prompts)
         self.baseline = functools.cache(self._baseline)
+        self.screening = screening.Screening(self._whole_call)
+        self.fit(cells)
+
+    def fit(self, cells: Sequence[Cell]) -> None:
+        """Take the bounds that all trees of a padded run share from these cells."""
         trees = [sweep.builder(cell.config.decode) for cell in cells]
         trees = [tree for tree in trees if isinstance(tree, sj.Topology)]
         self._bounds = sj.common_shape(trees) if trees else None
@@ -95,6 +100,15 @@ class Workshop:
           experiment: a cell.
           tick: called with the share of the work that each timed call was.
         """
+        if experiment.run.measure == "replay" and not experiment.decode.incremental:
+            tick(1)
+            unknown = [float("nan")] * experiment.run.repeats
+            return [
+                Measured(
+                    *found, batch=row // experiment.run.batch_size, prefill_seconds=unknown, decode_seconds=unknown
+                )
+                for row, found in enumerate(self.screening.replay(experiment))
+            ]
         texts = self.prompts(*_prompt_key(experiment))
         batches = [list(batch) for batch in itertools.batched(texts, experiment.run.batch_size)]
         measured: list[Measured] = []
@@ -126,6 +140,9 @@ class Workshop:
 
     def _baseline(self, experiment: Experiment) -> list[Measured]:
         return self.measure(experiment, lambda share: None)
+
+    def _whole_call(self, experiment: Experiment) -> dict[str, Any]:
+        return self._call(experiment, self.prompts(*_prompt_key(experiment)))
 
     def _call(self, experiment: Experiment, batch: Sequence[Prompt], first: int = 0) -> dict[str, Any]:
         """Arguments of ``generate`` for a batch that begins at prompt ``first``."""
@@ -187,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(experiment: Experiment, out: pathlib.Path | None, arguments: Sequence[str], screen: Console) -> int:
     cells = sweep.cells(experiment)
+    screening.check(cells)
     run_id = config.digest(experiment)
     directory = out or config.REPOSITORY / "runs" / f"{experiment.run.name}-{run_id}"
     workshop = Workshop(cells)
@@ -195,6 +213,8 @@ def _run(experiment: Experiment, out: pathlib.Path | None, arguments: Sequence[s
         "config": config.to_dict(experiment),
         "inputs": {**workshop.check(cells), "device": _device()},
     }
+    cells = workshop.screening.cells(cells)
+    workshop.fit(cells)
     about = {cell.id: {"method": _title(cell.config), "rows": cell.config.run.num_prompts} for cell in cells}
     with store.opened(directory, header, about, _session(arguments)) as records:
         pending = [cell for cell in cells if records.header["cells"][cell.id]["status"] != "done"]

@@ -29,6 +29,10 @@ class Run:
     batch_size: int = setting(1, low=1)
     repeats: int = setting(1, low=1)  # timed passes, after an untimed one
     seed: int = setting(0, low=0, high=2**31)  # prompt i decodes with seed + i
+    measure: Literal["decode", "replay"] = "decode"  # replay: tokens per step as decoding would have them, no times
+    screen: int = setting(0, low=0)  # schedules replayed for each set of drafts and warp; the best become cells
+    screen_nodes: int = setting(16, low=2)  # of a screened schedule at most, the root included
+    confirm: int = setting(8, low=1)  # how many of them
     padded: bool = False  # one executable for all trees of the sweep, instead of one of the right size for each
 
     def __post_init__(self):

@@ -1,6 +1,6 @@
 """specjax: tree speculation for language models, in JAX."""
 
-from specjax import draft, models, testing, verify
+from specjax import draft, models, replay, testing, verify
 from specjax.generate import (
     Generation,
     Round,
@@ -43,6 +43,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "models",
+    "replay",
     "stream",
     "testing",
     "verify",

@@ -1,6 +1,7 @@
 """The decode loop: one round of draft, score, verify and commit, and the loops around it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ class Spec(NamedTuple):
     draft_commit: Callable
     verify: Callable
     max_depth: int
+    draft_sizes: tuple[Callable, ...] = ()  # several functions instead of draft_propose,
+    draft_choose: Callable | None = None  # and which of them makes a round
 
 
 class Params(NamedTuple):
@@ -137,6 +140,11 @@ def start(
 
 def round(spec: Spec, params: Params, state: DecodeState) -> tuple[DecodeState, RoundInfo]:
     """Draft a tree, score it in one pass of the target, verify it, commit the accepted path (SpecInfer, Figure 2)."""
+    if spec.draft_choose is not None:
+        sizes = [spec._replace(draft_propose=propose, draft_choose=None) for propose in spec.draft_sizes]
+        size = spec.draft_choose(params.drafter, state.drafter, state.running)
+        return lax.switch(size, [functools.partial(round, one) for one in sizes], params, state)
+
     rows = jnp.arange(state.tokens.shape[0])
     roots = state.tokens[rows, state.lengths - 1]
     keys = RoundKeys(
@@ -156,7 +164,9 @@ def round(spec: Spec, params: Params, state: DecodeState) -> tuple[DecodeState, 
     acceptance = spec.verify(keys, tree, out.logits, state.warp)
 
     before = state.lengths
-    state, emission = _emit(state, acceptance.tokens, acceptance.num_accepted + 1, acceptance.path)
+    spare = ((0, 0), (0, spec.max_depth - tree.max_depth))  # beside deeper trees of other sizes
+    tokens, path = jnp.pad(acceptance.tokens, spare), jnp.pad(acceptance.path, spare)
+    state, emission = _emit(state, tokens, acceptance.num_accepted + 1, path)
     accepted = jnp.minimum(acceptance.num_accepted, emission.counts)
     by_depth = tree.depths[:, None, :] == jnp.arange(1, spec.max_depth + 1)[:, None]
     drafted = jnp.sum(by_depth & tree.valid[:, None, :], axis=-1)

@@ -90,6 +90,8 @@ def prepare(
         drafter.commit,
         verifier.verify,
         drafter.max_depth,
+        draft_sizes=drafter.sizes,
+        draft_choose=drafter.choose,
     )
     inputs = (
         jnp.asarray(np.pad(tokens, ((0, 0), (0, capacity - tokens.shape[1])))),

@@ -64,17 +64,7 @@ class Topology:
           ValueError: if the schedule is empty, has an entry that is not a positive integer, or more than ``MAX_NODES``
             nodes.
         """
-        if isinstance(schedule, int | str) or not isinstance(schedule, Sequence):
-            raise ValueError(f"an expansion schedule is a sequence such as (3, 2, 1, 1); got {schedule!r}")
-        if not schedule:
-            raise ValueError("an expansion schedule needs at least one entry; Topology.chain(0) is the lone root")
-        for level, width in enumerate(schedule):
-            if not _is_int(width) or width < 1:
-                raise ValueError(
-                    f"expansion schedule {tuple(schedule)}: entry {level} is {width!r}, expected an integer >= 1"
-                )
-        widths = np.cumprod(np.asarray(schedule, object))
-        _check_count(int(widths.sum()) + 1, f"expansion schedule {tuple(schedule)}")
+        check_schedule(schedule)
         paths: list[tuple[int, ...]] = []
         level_paths: list[tuple[int, ...]] = [()]
         for width in schedule:
@@ -188,6 +178,27 @@ class Topology:
             grow(self.num_draws, 0),
             levels,
         )
+
+
+def check_schedule(schedule: Sequence[int]) -> None:
+    """Check an expansion schedule without building its tree.
+
+    Raises:
+      ValueError: as ``Topology.from_schedule``.
+    """
+    if isinstance(schedule, int | str) or not isinstance(schedule, Sequence):
+        raise ValueError(f"an expansion schedule is a sequence such as (3, 2, 1, 1); got {schedule!r}")
+    if not schedule:
+        raise ValueError("an expansion schedule needs at least one entry; Topology.chain(0) is the lone root")
+    width, count = 1, 1
+    for level, arity in enumerate(schedule):
+        if not _is_int(arity) or arity < 1:
+            raise ValueError(
+                f"expansion schedule {tuple(schedule)}: entry {level} is {arity!r}, expected an integer >= 1"
+            )
+        width *= int(arity)
+        count += width
+    _check_count(count, f"expansion schedule {tuple(schedule)}")
 
 
 def common_shape(topologies: Iterable[Topology]) -> TreeShape:

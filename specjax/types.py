@@ -141,7 +141,11 @@ class Drafter(NamedTuple):
     ``commit(params, state, emission, hidden) -> state`` learns which tokens were emitted; ``hidden`` is the target's
     [B, N, D] of the scored tree, or None. Every array of the state has a leading batch axis.
 
-    Compiled code is reused when the three functions are the same objects, so make them once per configuration.
+    A drafter of several sizes has a function like ``propose`` for each in ``sizes``, which may differ in all static
+    shapes of their trees, and ``choose(params, state, running [B]) -> index``, which says at run time whose turn a round
+    is.
+
+    Compiled code is reused when the functions are the same objects, so make them once per configuration.
     """
 
     init: Callable[..., PyTree]
@@ -152,3 +156,5 @@ class Drafter(NamedTuple):
     laws: tuple[str, ...]  # proposal law of each source
     vocab_size: int | None = None  # None: proposes only ids it has seen, so any target's
     max_positions: int | None = None  # None: no limit
+    sizes: tuple[Callable[..., tuple[Any, PyTree]], ...] = ()
+    choose: Callable[..., jax.Array] | None = None  # None: there is one size

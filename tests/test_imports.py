@@ -17,7 +17,9 @@ ROOT = Path(__file__).parent.parent
 # "specjax" is the package's __init__.py alone.
 CORE = "specjax.types specjax.tree specjax.mask specjax.sampling specjax.laws specjax.prefill"
 LOOP = f"{CORE} specjax.draft specjax.verify specjax.decode"
-LIBRARY = f"{LOOP} specjax.cache specjax.models specjax.exact specjax.train specjax.request specjax.generate"
+LIBRARY = (
+    f"{LOOP} specjax.cache specjax.models specjax.exact specjax.train specjax.request specjax.generate specjax.replay"
+)
 ARROWS = {
     "specjax.types": "",
     "specjax.tree": "specjax.types",
@@ -36,6 +38,7 @@ ARROWS = {
     "specjax.generate": f"{LOOP} specjax.request",
     "specjax.conformance": f"{LOOP} specjax.exact specjax.request",
     "specjax.testing": f"{LIBRARY} specjax.conformance",
+    "specjax.replay": f"{LOOP} specjax.models specjax.request",
     "specjax": f"{LIBRARY} specjax.testing",
     "pallas_kernels": "",
     "experiments": f"{LIBRARY} specjax.testing specjax pallas_kernels",

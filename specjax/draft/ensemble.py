@@ -173,6 +173,8 @@ def _together(name: str, drafters: Sequence[Drafter], combine: Combine) -> Draft
             f"drafters of {name} need one vocabulary; got sizes {sizes}. specjax.draft.with_vocabulary gives a draft "
             "model the target's"
         )
+    if len(drafters) > 1 and any(drafter.choose is not None for drafter in drafters):
+        raise ValueError(f"an adaptive drafter stands alone; make one of {name} of each size instead")
     if len(laws) > MAX_SOURCES:
         raise ValueError(f"{name} takes at most {MAX_SOURCES} sources; got {len(laws)}")
     members, params = _group(drafters)

@@ -1,0 +1,116 @@
+"""Trees whose size is chosen at run time beside every fixed size: `python -m experiments.budget`."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import specjax as sj
+from experiments import prompts
+from experiments.replay import ZOO
+from experiments.timing import interleaved
+from specjax import decode
+from specjax.draft import NO_DRAFT, adaptive, ssm
+from specjax.replay import calibrate, optimal_trees, rank_trace, tokens_per_step
+from specjax.request import Plan, prepare
+from specjax.types import Drafter, Model
+
+
+def timed_decode(plan: Plan) -> Callable[[], float]:
+    """Seconds a round of decoding takes, prefill left out."""
+
+    def call() -> float:
+        state = jax.block_until_ready(plan.start())
+        began = time.perf_counter()
+        jax.block_until_ready(decode.run_decode(plan.spec, plan.params, state))
+        return time.perf_counter() - began
+
+    return call
+
+
+def sizes_of(draft: Model, trees: Sequence[sj.Topology]) -> list[Drafter]:
+    """A drafter for each tree; the lone root is drafted by nobody."""
+    return [ssm(draft, tree, "deterministic") if tree.shape.depth else NO_DRAFT for tree in trees]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print tokens per second of every size at every batch, and of the adaptive drafter; 1 if it is over 5% behind."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.budget", description=__doc__)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 32])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 16], help="sizes, the root included")
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--depth", type=int, default=5)
+    options = parser.parse_args(arguments)
+    screen = Console()
+    target, draft = sj.load_model(ZOO / "target"), sj.load_model(ZOO / "ssm_a")
+    tokenizer = sj.load_tokenizer(ZOO / "target")
+    most = max(options.batches)
+    found = prompts.load("humaneval", num_prompts=most + 16, max_tokens=48, tokenizer=tokenizer)
+    texts = [list(prompt.tokens) for prompt in found]
+    # Calibrated on prompts of its own; budgets are alike, so that all rows end at about the same time.
+    trace = rank_trace(target, [draft], texts[most:], max_new_tokens=options.new_tokens, eos_ids=())
+    optimum = optimal_trees(calibrate(trace, depth=options.depth, most_draws=6).rates, max(options.nodes))
+    trees = [optimum.topology(nodes) for nodes in sorted(options.nodes)]
+    expected = tokens_per_step(trace, trees)
+    fixed = sizes_of(draft, trees)
+
+    table = Table(title="Tokens per second, one run; sizes take turns", title_justify="left")
+    names = [f"{tree.shape.num_nodes} rows" for tree in trees]
+    for name in ("batch", *names, "adaptive", "of the best", "sizes it chose"):
+        table.add_column(name, justify="right")
+    worst, favourites = np.inf, []
+    for batch in options.batches:
+        plan = lambda drafter, batch=batch: prepare(
+            target,
+            texts[:batch],
+            drafts=[drafter],
+            max_new_tokens=options.new_tokens,
+            eos_ids=(),
+        )
+        plans = [plan(drafter) for drafter in fixed]
+        calls: dict[int, Callable[[], float]] = {index: timed_decode(own) for index, own in enumerate(plans)}
+        # What a round takes with each size: measured here first, on the same batch.
+        rounds = [_rounds(own) for own in plans]
+        first = interleaved(calls, max(2, options.repeats // 2))
+        seconds = [first[index] / len(rounds[index]) for index in calls]
+        flexible = plan(adaptive(fixed, expected=expected, seconds=seconds, batches=(batch,)))
+        calls[len(fixed)] = timed_decode(flexible)
+        taken = interleaved(calls, options.repeats)
+        emitted = batch * (options.new_tokens - 1)
+        speeds = [emitted / taken[index] for index in calls]
+        chosen = np.array(
+            [
+                min(trees, key=lambda tree: abs(tree.shape.num_nodes - 1 - drafted)).shape.num_nodes
+                for drafted in _rounds(flexible)
+            ]
+        )
+        share = speeds[-1] / max(speeds[:-1])
+        worst = min(worst, share)
+        favourites.append(float(np.mean(chosen)))
+        counts = ", ".join(f"{size}: {int(np.sum(chosen == size))}" for size in sorted(set(chosen.tolist())))
+        table.add_row(str(batch), *(f"{speed:.0f}" for speed in speeds), f"{share:.2f}", counts)
+    screen.print(table)
+    screen.print(
+        f"adaptive is at worst {worst:.2f} of the best fixed size; mean rows a round at batches {options.batches}: "
+        f"{', '.join(f'{mean:.1f}' for mean in favourites)}",
+        highlight=False,
+    )
+    return 0 if worst >= 0.95 and favourites == sorted(favourites, reverse=True) else 1
+
+
+def _rounds(plan: Plan) -> list[int]:
+    """Nodes drafted below the root in each round of the batch's longest row."""
+    end = decode.run_decode(plan.spec, plan.params, plan.start())
+    emitted, drafted = np.asarray(end.rounds.emitted), np.asarray(end.rounds.drafted)
+    row = int(np.argmax(np.sum(emitted > 0, axis=1)))
+    return np.sum(drafted[row], axis=-1)[emitted[row] > 0].tolist()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

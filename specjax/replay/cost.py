@@ -1,0 +1,187 @@
+"""What a round costs: latency curves measured on the machine at hand, or modelled for a named device."""
+
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specjax.models import DecoderConfig
+from specjax.tree import TreeShape
+from specjax.types import Model, TreeMask
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+PASSES = 8  # forwards in one timed call: in a loop inside one executable, as rounds are
+
+
+class Latency(NamedTuple):
+    """Seconds of one forward of a model, on a grid; between its points linear, beyond them the slope of the last."""
+
+    source: str  # "measured on .." or "modelled for .."
+    batches: tuple[int, ...]
+    rows: tuple[int, ...]  # fed per sequence
+    contexts: tuple[int, ...]  # rows of the cache that attention runs over: its capacity, unless a kernel skips
+    seconds: np.ndarray  # [batches, rows, contexts]
+
+    def __call__(self, batch: float, rows: float, context: float) -> float:
+        """Seconds of a forward of ``rows`` rows in each of ``batch`` sequences."""
+        values: Any = self.seconds
+        for knots, at in ((self.batches, batch), (self.rows, rows), (self.contexts, context)):
+            values = _linear(np.asarray(knots, float), values, at)
+        return float(values)
+
+    def save(self, path: pathlib.Path) -> None:
+        """Write the curve as JSON."""
+        path.write_text(json.dumps({**self._asdict(), "seconds": self.seconds.tolist()}) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: pathlib.Path) -> "Latency":
+        """Read a curve that ``save`` wrote."""
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        axes = {name: tuple(raw[name]) for name in ("batches", "rows", "contexts")}
+        return cls(raw["source"], **axes, seconds=np.array(raw["seconds"]))
+
+
+def _linear(knots: np.ndarray, values: np.ndarray, at: float) -> np.ndarray:
+    if len(knots) == 1:
+        return values[0]
+    left = int(np.clip(np.searchsorted(knots, at, side="right") - 1, 0, len(knots) - 2))
+    share = max(0.0, (at - knots[left]) / (knots[left + 1] - knots[left]))
+    return values[left] + share * (values[left + 1] - values[left])
+
+
+def measure_latency(
+    model: Model,
+    *,
+    batches: Sequence[int] = (1,),
+    rows: Sequence[int] = ROWS,
+    contexts: Sequence[int] = (256,),
+    repeats: int = 5,
+) -> Latency:
+    """Time a model's forward on this machine: the median of ``repeats`` calls, compilation left out.
+
+    Args:
+      model: a target or draft.
+      batches, rows, contexts: the grid; contexts are cache capacities, half full.
+      repeats: timed calls per point. They go round the grid, so that a busy spell slows all points alike.
+    """
+    grid = [(batch, count, context) for batch in batches for count in rows for context in contexts]
+    calls = {point: _timed_forward(model, *point) for point in grid}
+    taken: dict[tuple[int, int, int], list[float]] = {point: [] for point in grid}
+    for _ in range(repeats):
+        for point, call in calls.items():
+            began = time.perf_counter()
+            jax.block_until_ready(call())
+            taken[point].append((time.perf_counter() - began) / PASSES)
+    seconds = np.array([statistics.median(taken[point]) for point in grid])
+    shape = (len(batches), len(rows), len(contexts))
+    source = f"measured on {jax.devices()[0].device_kind}"
+    return Latency(source, tuple(batches), tuple(rows), tuple(contexts), seconds.reshape(shape))
+
+
+def _timed_forward(model: Model, batch: int, rows: int, context: int):
+    lengths = jnp.full((batch,), context // 2, jnp.int32)
+    mask = TreeMask(lengths, jnp.broadcast_to(jnp.tril(jnp.ones((rows, rows), bool)), (batch, rows, rows)))
+    positions = jnp.minimum(lengths[:, None] + jnp.arange(rows), model.max_positions - 1)
+
+    @jax.jit
+    def loop(params, cache):
+        # Each pass waits for the one before, as rounds do.
+        def body(_, token):
+            tokens = jnp.broadcast_to(token, (batch, rows))
+            logits = model.forward(params, tokens, positions, mask, cache).logits
+            return token + (jnp.max(logits) * 0).astype(jnp.int32)
+
+        return lax.fori_loop(0, PASSES, body, jnp.int32(1))
+
+    cache = model.init_cache(batch, context)
+    jax.block_until_ready(loop(model.params, cache))
+    return lambda: loop(model.params, cache)
+
+
+# Roofline
+
+
+class Device(NamedTuple):
+    """A device's published peaks."""
+
+    name: str
+    flops: float  # per second, dense bfloat16
+    bandwidth: float  # bytes of memory per second
+
+
+DEVICES = {
+    "a100": Device("A100 80GB SXM", 312e12, 2.039e12),
+    "h200": Device("H200 SXM", 989e12, 4.8e12),
+    "tpu_v5e": Device("TPU v5e", 197e12, 819e9),
+}
+
+
+def roofline(
+    config: DecoderConfig,
+    device: Device,
+    *,
+    batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
+    rows: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256),
+    contexts: Sequence[int] = (128, 512, 2048, 8192),
+    bytes_per_number: int = 2,
+) -> Latency:
+    """A modelled curve: the larger of the time to read weights and cache, and the time to multiply, both at peak.
+
+    A bound from below, never a measurement: nothing is added for launches, communication or imperfect kernels.
+    """
+    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = config.hidden_size * (2 * q_width + 2 * kv_width + 3 * config.intermediate_size)
+    weights = config.num_layers * layer + config.hidden_size * config.vocab_size
+    batch, count, context = np.meshgrid(*(np.array(axis, float) for axis in (batches, rows, contexts)), indexing="ij")
+    cache = 2 * config.num_layers * kv_width * batch * context
+    attention = 4 * config.num_layers * q_width * batch * count * (context + count)
+    reading = bytes_per_number * (weights + cache) / device.bandwidth
+    multiplying = (2 * weights * batch * count + attention) / device.flops
+    axes = (tuple(batches), tuple(rows), tuple(contexts))
+    return Latency(f"modelled for {device.name}", *axes, seconds=np.maximum(reading, multiplying))
+
+
+# Rounds
+
+
+class RoundCost(NamedTuple):
+    """Seconds of a round from the forwards it is made of, and what comes on top of them."""
+
+    target: Latency
+    drafts: tuple[Latency, ...]
+    scale: float = 1.0  # of the forwards
+    fixed: float = 0.0  # seconds a round
+
+    def forwards(self, shape: TreeShape, drafts: Sequence[int], *, batch: int, context: int) -> float:
+        """Seconds of the bare forwards: the drafts are fed what was emitted, then level by level; then the target.
+
+        Args:
+          shape: of the tree that each draft drafts.
+          drafts: which drafts; their merged tree has room for all their nodes.
+          batch, context: as in ``Latency``.
+        """
+        members = len(drafts) if shape.depth else 0
+        total = self.target(batch, members * (shape.num_nodes - 1) + 1, context)
+        for draft in list(drafts)[:members]:
+            total += sum(self.drafts[draft](batch, rows, context) for rows in (shape.depth + 1, *shape.widths[1:]))
+        return total
+
+    def __call__(self, shape: TreeShape, drafts: Sequence[int], *, batch: int, context: int) -> float:
+        """Seconds of a round; arguments as ``forwards``."""
+        return self.fixed + self.scale * self.forwards(shape, drafts, batch=batch, context=context)
+
+    def fitted(self, forwards: Sequence[float], measured: Sequence[float]) -> "RoundCost":
+        """With ``scale`` and ``fixed`` fitted to a few measured rounds: least squares of the relative error."""
+        weight = 1 / np.asarray(measured, float)
+        design = np.stack([np.asarray(forwards, float) * weight, weight], 1)
+        (scale, fixed), *_ = np.linalg.lstsq(design, np.ones(len(weight)), rcond=None)
+        if fixed < 0 or scale < 0:  # one factor, where rounds are too alike to tell two apart
+            scale, fixed = float(np.sum(design[:, 0]) / np.sum(design[:, 0] ** 2)), 0.0
+        return self._replace(scale=float(scale), fixed=float(fixed))

@@ -1,0 +1,136 @@
+"""The tuner: what it ranks and decodes, and that its predictions are of what it measures."""
+
+import json
+
+import numpy as np
+import pytest
+
+import specjax as sj
+from experiments import search, tune
+from experiments.search import schedules
+from specjax.models import DecoderConfig
+from specjax.replay import DEVICES, Latency, RankTrace, RoundCost, roofline
+
+LLAMA = DecoderConfig(
+    vocab_size=32_000,
+    hidden_size=4096,
+    intermediate_size=11_008,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    max_positions=4096,
+)
+
+
+@pytest.fixture
+def tuned(zoo, tmp_path):
+    """A finished run on tiny models; the draft is the target itself."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one two", "three")))
+    path = tmp_path / "tune.toml"
+    path.write_text(
+        f"""
+        [tune]
+        name = "tiny"
+        prompts = "{prompts}"
+        num_prompts = 2
+        max_new_tokens = 16
+        max_nodes = 4
+        max_depth = 1
+        most_draws = 2
+        confirm = 1
+        repeats = 1
+        devices = ["h200"]
+        contexts = [512]
+        [models]
+        target = "{zoo / "target"}"
+        drafts = ["{zoo / "near"}"]
+        """
+    )
+    assert tune.main([str(path), "--out", str(tmp_path / "out")]) == 0
+    return tmp_path / "out"
+
+
+def test_a_run_confirms_the_best_of_each_kind(tuned):
+    records = json.loads((tuned / "confirmed.json").read_text())
+    assert {record["kind"] for record in records} == set(tune.KINDS)
+    assert all(record["steps_agree"] and record["measured_ms"] > 0 for record in records)
+    assert all(record["tokens_per_step"] > 1.8 for record in records if record["kind"] != "incremental")
+    report = (tuned / "report.md").read_text()
+    assert "Median error of predicted ms/token" in report
+    assert "(modelled)" in report
+    assert (tuned / "predicted.png").stat().st_size > 10_000
+    curve = Latency.load(tuned / "latency_target.json")
+    assert curve.source.startswith("measured on")
+    assert np.all(curve.seconds > 0)
+
+
+def test_every_schedule_is_there_once():
+    """All compositions into levels, counted another way; none has more nodes."""
+    found = list(schedules(10))
+    assert len(set(found)) == len(found)
+    assert all(1 + np.cumprod(schedule).sum() <= 10 for schedule in found)
+
+    def count(budget: int) -> int:  # trees below one node, or none; k children share what is left evenly
+        return 1 + sum(count((budget - k) // k) for k in range(1, budget + 1))
+
+    assert len(found) + 1 == count(9)
+    assert max(map(len, schedules(30, 4))) == 4
+
+
+def test_shapes_without_trees():
+    for schedule in schedules(14):
+        own = sj.Topology.from_schedule(schedule).shape
+        assert search.shape_of(schedule) == own
+
+
+def test_a_modelled_card_reads_weights_until_it_multiplies():
+    """A 7B model in bfloat16 on an H200: 13 GB at 4.8 TB/s; one row and sixteen cost the same, a thousand do not."""
+    curve = roofline(LLAMA, DEVICES["h200"])
+    one = curve(1, 1, 128)
+    assert one == pytest.approx(2.7e-3, rel=0.05)
+    assert curve(1, 16, 128) == pytest.approx(one, rel=1e-6)
+    assert curve(64, 64, 128) > 10 * one
+    assert curve(64, 1, 8192) > 5 * one  # caches
+    assert curve.source == "modelled for H200 SXM"
+    # So on such a card large trees are chosen at batch 1, and small ones at batch 64.
+    small = DecoderConfig(**{**LLAMA.__dict__, "num_layers": 2, "hidden_size": 1024, "intermediate_size": 2816})
+    cost = RoundCost(curve, (roofline(small, DEVICES["h200"]),))
+    ranks = np.random.default_rng(0).geometric(0.5, (1, 8, 64)).astype(np.int32) - 1
+    near = np.zeros(ranks.shape, bool)
+    trace = RankTrace(np.zeros((8, 64), np.int32), np.full(8, 64, np.int32), ranks, near, near[0])
+    bounds = search.Bounds(max_nodes=40, max_depth=4, most_draws=6, screen=500)
+    sizes = []
+    for batch in (1, 16, 64):
+        best = search.rank(trace, bounds, cost, batch, 512, finished_rows_wait=False)[0]
+        sizes.append(best.candidate.tree.shape.num_nodes)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 2 * sizes[-1]
+
+
+def test_curves_are_linear_between_their_points_and_beyond():
+    seconds = np.array([[[1.0], [2.0], [6.0]], [[2.0], [4.0], [12.0]]])
+    curve = Latency("measured on paper", (1, 3), (1, 2, 4), (128,), seconds)
+    assert curve(1, 2, 128) == 2.0
+    assert curve(1, 3, 999) == 4.0
+    assert curve(2, 2, 128) == 3.0
+    assert curve(5, 8, 128) == pytest.approx(3 * (6 + 2 * 4))
+
+
+def test_overheads_are_fitted_to_rounds():
+    curve = Latency("measured on paper", (1,), (1, 2), (128,), np.array([[[1.0], [2.0]]]))
+    cost = RoundCost(curve, (curve,)).fitted([1.0, 4.0, 9.0], [1.7, 5.3, 11.3])
+    assert (cost.scale, cost.fixed) == (pytest.approx(1.2), pytest.approx(0.5))
+    assert cost(search.shape_of((1, 1)), (0,), batch=1, context=128) == pytest.approx(0.5 + 1.2 * (3 + 3 + 1))
+    alone = RoundCost(curve, (curve,)).fitted([1.0, 4.0], [1.0, 8.0])
+    assert alone.fixed == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("tune.devices=['abacus']", "expected names among a100"), ("models.drafts=[]", "at least one draft")],
+)
+def test_a_bad_config_is_refused(line, message, capsys):
+    assert tune.main(["configs/tune.toml", "--set", line]) == 2
+    assert message in capsys.readouterr().err

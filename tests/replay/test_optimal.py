@@ -1,0 +1,86 @@
+"""The dynamic program against every tree there is."""
+
+import numpy as np
+import pytest
+
+import specjax as sj
+from experiments.search import schedules
+from specjax.replay import best_size, expected_tokens, optimal_trees
+
+
+def every_tree(num_nodes: int, depth: int, ranks: int):
+    """All sets of paths of this many nodes below the root, closed under parents, by growing one node at a time."""
+    level = {frozenset()}
+    for _ in range(num_nodes):
+        level = {
+            paths | {(*parent, rank)}
+            for paths in level
+            for parent in ((), *paths)
+            if len(parent) < depth
+            for rank in range(ranks)
+            if (*parent, rank) not in paths
+        }
+    return level
+
+
+def by_hand(paths, table) -> float:
+    return 1 + sum(np.prod([table[depth][rank] for depth, rank in enumerate(path)]) for path in paths)
+
+
+@pytest.mark.parametrize(("depth", "ranks"), [(7, 2), (3, 3), (2, 4)])
+def test_it_equals_brute_force_for_every_size(depth, ranks):
+    """n <= 8, root included; random tables, whose ranks are in no order, so that leaving one out may pay."""
+    rng = np.random.default_rng(depth)
+    tables = [rng.dirichlet([0.6] * (ranks + 1), depth)[:, :ranks] for _ in range(3)]
+    solved = [optimal_trees(table, 8) for table in tables]
+    best = [0.0] * len(tables)
+    for nodes in range(1, 9):
+        trees = every_tree(nodes - 1, depth, ranks)
+        for place, (table, optimum) in enumerate(zip(tables, solved)):
+            best[place] = max([best[place], *(by_hand(paths, table) for paths in trees)])
+            assert optimum.expected[nodes - 1] == pytest.approx(best[place], abs=1e-12)
+            tree = optimum.topology(nodes)
+            assert tree.shape.num_nodes <= nodes
+            assert expected_tokens(tree, table) == pytest.approx(best[place], abs=1e-12)
+
+
+def test_no_schedule_of_its_size_is_better():
+    rng = np.random.default_rng(0)
+    table = np.sort(rng.dirichlet([1.0, 0.5, 0.4, 0.3, 0.3, 0.3, 1.0], 6)[:, :6])[:, ::-1]
+    optimum = optimal_trees(table, 40)
+    tried = 0
+    for schedule in schedules(40, 6):
+        if max(schedule) <= 6:
+            nodes = 1 + int(np.cumprod(schedule).sum())
+            assert expected_tokens(schedule, table) <= optimum.expected[nodes - 1] + 1e-12, schedule
+            tried += 1
+    assert tried > 300
+
+
+def test_schedules_paths_and_topologies_are_one():
+    table = [[0.5, 0.2, 0.1], [0.4, 0.3, 0.1]]
+    want = 1 + 0.7 + 0.7 * 0.4
+    assert expected_tokens((2, 1), table) == pytest.approx(want)
+    assert expected_tokens([[0], [1], [0, 0], [1, 0]], table) == pytest.approx(want)
+    assert expected_tokens(sj.Topology.from_schedule((2, 1)), table) == pytest.approx(want)
+    assert expected_tokens((2, 1, 1), table) == pytest.approx(want)  # deeper than what is known
+
+
+def test_the_hardware_decides_the_size():
+    optimum = optimal_trees([[0.6, 0.2]] * 5, 24)
+    sizes = [
+        best_size(optimum, lambda tree, slope=slope: 1 + slope * tree.shape.num_nodes)[0].shape.num_nodes
+        for slope in (0.0, 0.02, 0.2, 2.0)
+    ]
+    assert sizes[0] == 24
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "nodes", "message"),
+    [([0.5, 0.2], 4, "table"), ([[0.9, 0.3]], 4, "sum to <= 1"), ([[-0.1]], 4, "probabilities"), ([[0.5]], 0, "root")],
+)
+def test_nonsense_is_refused(acceptance, nodes, message):
+    with pytest.raises(ValueError, match=message):
+        optimal_trees(acceptance, nodes)
