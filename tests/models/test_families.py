@@ -12,6 +12,9 @@ import pytest
 import safetensors.numpy
 
 import specjax as sj
+from specjax.models import save_model
+from specjax.models.families import from_hugging_face
+from specjax.models.files import read_json
 from specjax.testing import table_model
 from specjax.types import TreeMask
 from tests.models.references import make
@@ -148,8 +151,16 @@ def test_live_parity_with_transformers(folder, tmp_path):
     """The same cases with other weights, made on the spot where torch and transformers are installed."""
     for module in ("torch", "transformers"):
         pytest.importorskip(module, reason=f"live parity needs {module}, which is not installed")
+    import transformers
+
     other = make.build(folder.name, seed=1000)
-    other.save_pretrained(tmp_path)
+    other.save_pretrained(tmp_path / "theirs")
     prompt = np.random.default_rng(1).integers(0, make.SIZES["vocab_size"], make.PROMPT).tolist()
     text, logits = make.decode(other, prompt, make.NEW)
-    np.testing.assert_allclose(Decoding(sj.load_model(tmp_path)).read(text[:-1].tolist()), logits, atol=1e-4, rtol=0)
+    ours = sj.load_model(tmp_path / "theirs")
+    np.testing.assert_allclose(Decoding(ours).read(text[:-1].tolist()), logits, atol=1e-4, rtol=0)
+    # And back: transformers reads what save_model wrote as the same model.
+    config = from_hugging_face(read_json(tmp_path / "theirs" / "config.json"))
+    save_model(tmp_path / "ours", config, ours.params, dtype="float32")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    np.testing.assert_array_equal(make.decode(back, prompt, make.NEW)[1], logits)
