@@ -46,7 +46,7 @@ def models_of(name: str) -> tuple[str, ...]:
 def abstract_step(
     architecture: DecoderConfig,
     dtype: str,
-    attention: str,
+    attention: str | None,
     *,
     rows: int,
     capacity: int,
