@@ -71,12 +71,11 @@ class Workshop:
                     fingerprints[path] = _fingerprint(path)
                 texts = self.prompts(*_prompt_key(experiment))
                 fingerprints[experiment.run.prompts] = prompts.fingerprint(texts)
-                call = self._call(experiment, texts)
-                for path, draft in zip(experiment.models.drafts, call["drafts"]):
-                    if (experiment.models.target, path) not in pairs:
-                        sj.check_pair(call["target"], draft)
-                        pairs.add((experiment.models.target, path))
-                sj.stream(**call)  # checks its input, and does nothing until it is iterated
+                models = experiment.models
+                for pair in {(models.target, path) for path in models.drafts} - pairs:
+                    sj.check_pair(*(self.model(path, models.attention, models.dtype) for path in pair))
+                    pairs.add(pair)
+                sj.stream(**self._call(experiment, texts))  # checks its input, and does nothing until it is iterated
             except ConfigError as error:
                 problems += error.problems
             except (ValueError, OSError) as error:
