@@ -26,7 +26,7 @@ from experiments import config, metrics, prompts, report, screening, store, swee
 from experiments.config import ConfigError
 from experiments.prompts import Prompt
 from experiments.sweep import Cell, Experiment
-from specjax.request import make_drafter
+from specjax.request import make_drafter, prepare
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers")
 
@@ -77,12 +77,11 @@ class Workshop:
                     fingerprints[path] = _fingerprint(path)
                 texts = self.prompts(*_prompt_key(experiment))
                 fingerprints[experiment.run.prompts] = prompts.fingerprint(texts)
-                call, models = self._call(experiment, texts), experiment.models
-                for path in models.drafts:
-                    if (models.target, path) not in pairs:
-                        sj.check_pair(call["target"], self.model(path, models.attention, models.dtype))
-                        pairs.add((models.target, path))
-                sj.stream(**call)  # checks its input, and does nothing until it is iterated
+                models = experiment.models
+                for pair in {(models.target, path) for path in models.drafts} - pairs:
+                    sj.check_pair(*(self.model(path, models.attention, models.dtype) for path in pair))
+                    pairs.add(pair)
+                prepare(**self._call(experiment, texts))
             except ConfigError as error:
                 problems += error.problems
             except (ValueError, OSError) as error:

@@ -142,8 +142,7 @@ class Drafter(NamedTuple):
     [B, N, D] of the scored tree, or None. Every array of the state has a leading batch axis.
 
     A drafter of several sizes has a function like ``propose`` for each in ``sizes``, which may differ in all static
-    shapes of their trees, and ``choose(params, state, running [B]) -> index``, which says at run time whose turn a round
-    is.
+    shapes of their trees, and ``choose(params, state, running [B]) -> index``, which says at run time whose turn it is.
 
     Compiled code is reused when the functions are the same objects, so make them once per configuration.
     """

@@ -3,9 +3,6 @@
 import re
 from pathlib import Path
 
-import huggingface_hub
-from huggingface_hub import errors
-
 _FILES = ["*.json", "*.safetensors", "*.jinja"]  # no pickles
 _OTHER = ["consolidated*", "original/*"]  # the same weights under other names
 _ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -24,6 +21,10 @@ def find_model(path: str | Path) -> Path:
     directory = Path(path)
     if directory.exists() or not (isinstance(path, str) and _ID.fullmatch(path)):
         return directory
+    # Imported where they are needed: directories need no client of the hub.
+    import huggingface_hub
+    from huggingface_hub import errors
+
     try:
         return Path(huggingface_hub.snapshot_download(path, allow_patterns=_FILES, ignore_patterns=_OTHER))
     except errors.GatedRepoError:

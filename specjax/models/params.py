@@ -1,9 +1,9 @@
 """A decoder's parameters in Orbax checkpoints, restorable on other devices than those that saved them."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from flax import nnx
 
 from specjax.models.checkpoint import Placement, sharding_of
@@ -18,7 +18,7 @@ def save_params(path: str | Path, params: PyTree) -> None:
     Raises:
       ValueError: the folder exists.
     """
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _checkpointer() as checkpointer:
         checkpointer.save(Path(path).absolute(), params)
 
 
@@ -43,7 +43,7 @@ def restore_params(
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     place = lambda path, shape: sharding_of(config, path, shape, sharding) or default
     wanted = nnx.to_flat_state(abstract_decoder(config)[1])
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _checkpointer() as checkpointer:
         _check_shapes(folder, checkpointer, {tuple(map(str, path)): leaf.shape for path, leaf in wanted})
         placed = [
             (path, leaf.replace(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place(path, leaf.shape))))
@@ -52,9 +52,14 @@ def restore_params(
         return checkpointer.restore(folder, nnx.from_flat_state(placed))
 
 
-def _check_shapes(
-    folder: Path, checkpointer: ocp.StandardCheckpointer, wanted: dict[tuple[str, ...], tuple[int, ...]]
-) -> None:
+def _checkpointer() -> Any:
+    # Imported where it is needed: Orbax takes a second that decoding has no use for.
+    import orbax.checkpoint
+
+    return orbax.checkpoint.StandardCheckpointer()
+
+
+def _check_shapes(folder: Path, checkpointer: Any, wanted: dict[tuple[str, ...], tuple[int, ...]]) -> None:
     metadata = checkpointer.metadata(folder).item_metadata
     if metadata is None:
         raise ValueError(f"{folder}: not an Orbax checkpoint of parameters")

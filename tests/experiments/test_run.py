@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from huggingface_hub import constants as hub_constants
 
 import specjax as sj
 from experiments import config, run
@@ -460,15 +462,31 @@ def test_a_call_that_compiled_is_not_counted():
         (["--set", "decode.drafts=[]"], ["a tree needs a draft model"]),
         (["--set", "decode.temprature=1"], ["decode.temprature: unknown key; did you mean decode.temperature?"]),
         (["--set", "models.attention='flash'"], ["flash"]),
+        (["--set", "models.target='org/name'"], ["org/name: no such directory", "run `hf download org/name`"]),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(runs, capsys, monkeypatch, arguments, words):
     monkeypatch.setattr(sj, "generate", lambda **_: pytest.fail("something ran"))
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
     runs.write("product.decode.tree = [[2, 1]]", ["far"], 'drafts = ["far"]')
     assert runs(*arguments) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and not runs.out.exists()
     for word in words:
+        assert word in message
+
+
+def test_a_draft_of_another_tokenizer_is_refused(runs, capsys, tmp_path):
+    """With both sides named: equal sizes alone say nothing."""
+    shutil.copytree(runs.zoo / "far", tmp_path / "far")
+    other = json.loads((tmp_path / "far/tokenizer.json").read_text())
+    vocabulary = other["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    (tmp_path / "far/tokenizer.json").write_text(json.dumps(other))
+    runs.write("product.decode.tree = [[2, 1]]", ["far"], 'drafts = ["far"]')
+    assert runs("--set", f"models.drafts=['{tmp_path / 'far'}']") == 2
+    message = capsys.readouterr().err
+    for word in (str(runs.zoo / "target"), str(tmp_path / "far"), "differ at 2 ids", "is 'A' and 'B'"):
         assert word in message
 
 

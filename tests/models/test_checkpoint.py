@@ -14,6 +14,7 @@ from specjax.models.families import from_hugging_face
 from specjax.models.rope import Dynamic, Linear, Llama3, Rope, Yarn
 from specjax.testing import fresh_logits
 from tests.models import directories, numpy_llama
+from tests.models.references import make
 
 TEXT = [5, 9, 1, 60, 5, 33, 2]
 TWELVE = [*TEXT, 8, 63, 9, 40, 17]
@@ -67,6 +68,14 @@ def test_untied_is_the_default_and_its_missing_head_is_named(tmp_path, family):
     weights = directories.tensors(head=False, qkv_bias=family == "qwen2")
     with pytest.raises(ValueError, match=r"lm_head\.weight: missing \(config\.json does not tie"):
         load_model(directories.write(tmp_path, raw, weights))
+
+
+def test_opt_ties_unless_told_not_to():
+    """B31: its default is the other way round."""
+    raw = json.loads((make.HERE / "opt" / "config.json").read_text())
+    del raw["tie_word_embeddings"]
+    assert from_hugging_face(raw).tied_head
+    assert not from_hugging_face(raw | {"tie_word_embeddings": False}).tied_head
 
 
 ODD = dict(vocab=64, hidden=20, inner=24, layers=2, heads=4, kv_heads=2, head_dim=8)

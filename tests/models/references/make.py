@@ -72,7 +72,7 @@ CASES = {
     ),
     "llama_yarn": (
         "llama",
-        SIZES | dict(rope_parameters=dict(rope_type="yarn", rope_theta=50.0, beta_fast=3.0, **YARN), head_dim=12),
+        SIZES | dict(rope_parameters=dict(rope_type="yarn", rope_theta=50.0, beta_fast=1.5, **YARN), head_dim=12),
     ),
     "qwen2": (
         "qwen2",
@@ -80,7 +80,16 @@ CASES = {
         | dict(
             sliding_window=8,
             use_sliding_window=False,
-            rope_parameters=dict(rope_type="yarn", rope_theta=50.0, attention_factor=1.3, truncate=False, **YARN),
+            head_dim=12,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=50.0,
+                attention_factor=1.3,
+                beta_fast=1.5,
+                beta_slow=0.4,
+                truncate=False,
+                **YARN,
+            ),
         ),
     ),
     "qwen2_window": (
@@ -126,7 +135,7 @@ def build(name: str, seed: int):
             elif "embed" in key:
                 weight.copy_(noise if "positions" in key or kind != "opt" else 0.5 * noise)
             else:
-                weight.copy_(2 * noise * weight.shape[1] ** -0.5)
+                weight.copy_((2.0 if kind == "opt" else 1.4) * noise * weight.shape[1] ** -0.5)
     return model
 
 
