@@ -10,7 +10,7 @@ from specjax.generate import (
     stream,
 )
 from specjax.mask import ancestor_mask
-from specjax.models import load_model, load_tokenizer
+from specjax.models import is_heads, load_heads, load_model, load_tokenizer
 from specjax.sampling import Warp
 from specjax.tree import (
     TokenTree,
@@ -38,6 +38,8 @@ __all__ = [
     "draft",
     "draw_picture",
     "generate",
+    "is_heads",
+    "load_heads",
     "load_model",
     "load_tokenizer",
     "models",

@@ -20,6 +20,9 @@ def ensemble(drafters: Sequence[Drafter]) -> Drafter:
     positions = [drafter.max_positions for drafter in drafters if drafter.max_positions is not None]
     if len(set(sizes)) > 1:
         raise ValueError(f"drafters of an ensemble need one vocabulary; got sizes {sizes}")
+    hidden = {drafter.reads_hidden for drafter in drafters} - {None}
+    if len(hidden) > 1:
+        raise ValueError(f"drafters of an ensemble read hidden states of sizes {sorted(hidden)}; one target has one size")
     return Drafter(
         *_functions(tuple((drafter.init, drafter.propose, drafter.commit) for drafter in drafters)),
         params=tuple(drafter.params for drafter in drafters),
@@ -27,13 +30,14 @@ def ensemble(drafters: Sequence[Drafter]) -> Drafter:
         laws=tuple(law for drafter in drafters for law in drafter.laws),
         vocab_size=min(sizes, default=None),
         max_positions=min(positions, default=None),
+        reads_hidden=max(hidden, default=None),
     )
 
 
 @functools.cache
 def _functions(members):
-    def init(params: tuple, tokens: jax.Array, lengths: jax.Array) -> tuple:
-        return tuple(init(own, tokens, lengths) for (init, _, _), own in zip(members, params))
+    def init(params: tuple, tokens: jax.Array, lengths: jax.Array, hidden: jax.Array | None) -> tuple:
+        return tuple(init(own, tokens, lengths, hidden) for (init, _, _), own in zip(members, params))
 
     def propose(params: tuple, keys: RoundKeys, state: tuple, roots: jax.Array, warp: Warp) -> tuple[TokenTree, tuple]:
         trees, states = [], []

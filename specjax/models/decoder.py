@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,13 @@ class Decoder(nnx.Module):
         )
 
 
+class HasLayers(Protocol):
+    """What of a module ``layers_function`` runs."""
+
+    layers: nnx.List
+    norm: RMSNorm
+
+
 def _residual_scale(config: DecoderConfig) -> float:
     # Each layer adds twice to the residual stream; this keeps its variance from growing with depth (GPT-2).
     return _INIT_SCALE * (2 * config.num_layers) ** -0.5
@@ -119,20 +127,14 @@ def _rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-@functools.lru_cache
-def decoder_functions(
-    config: DecoderConfig, attention: str | TreeAttention | None, dtype: str
-) -> tuple[Forward, Callable[[int, int], KVCache]]:
-    """``forward`` and ``init_cache`` of an architecture.
-
-    Made once per argument, since compiled code is reused by the identity of these functions.
+def layers_function(config: DecoderConfig, attention: str | TreeAttention | None) -> Callable:
+    """``run(module, x [B, N, D], positions, mask, cache) -> (hidden [B, N, D], cache)`` of a module's layers and norm.
 
     Raises:
       ValueError: no attention implementation has this name.
     """
     if isinstance(attention, str) and attention not in IMPLEMENTATIONS:
         raise ValueError(f"unknown attention implementation {attention!r}; known are {', '.join(IMPLEMENTATIONS)}")
-    graph, _ = abstract_decoder(config)
     over_tree = attention if callable(attention) else functools.partial(tree_attention, implementation=attention)
 
     def attend(layer: int, weights: SelfAttention, x: jax.Array, positions: jax.Array, mask: TreeMask, cache: KVCache):
@@ -153,6 +155,48 @@ def decoder_functions(
         )
         return weights.o_proj(out.reshape(batch, rows, -1)), cache
 
+    def run(module: HasLayers, x: jax.Array, positions: jax.Array, mask: TreeMask, cache: KVCache):
+        for index, layer in enumerate(module.layers):
+            normed = layer.input_layernorm(x, config.norm_eps)
+            attended, cache = attend(index, layer.self_attn, normed, positions, mask, cache)
+            x = x + attended
+            x = x + layer.mlp(layer.post_attention_layernorm(x, config.norm_eps))
+        return module.norm(x, config.norm_eps), cache
+
+    return run
+
+
+class DecoderFunctions(NamedTuple):
+    """The functions of ``Model``, for one architecture."""
+
+    forward: Forward
+    init_cache: Callable[[int, int], KVCache]
+    embed: Callable[[PyTree, jax.Array], jax.Array]
+    head: Callable[[PyTree, jax.Array], jax.Array]
+
+
+@functools.lru_cache
+def decoder_functions(
+    config: DecoderConfig, attention: str | TreeAttention | None, dtype: str
+) -> DecoderFunctions:
+    """The functions of an architecture.
+
+    Made once per argument, since compiled code is reused by the identity of these functions.
+
+    Raises:
+      ValueError: no attention implementation has this name.
+    """
+    graph, _ = abstract_decoder(config)
+    run_layers = layers_function(config, attention)
+
+    def embed(params: nnx.State, tokens: jax.Array) -> jax.Array:
+        decoder = nnx.merge(graph, params)
+        return decoder.embed_tokens[...][tokens].astype(decoder.norm.scale[...].dtype)
+
+    def head(params: nnx.State, hidden: jax.Array) -> jax.Array:
+        decoder = nnx.merge(graph, params)
+        return product(hidden, decoder.embed_tokens[...].T) if decoder.lm_head is None else decoder.lm_head(hidden)
+
     def forward(
         params: nnx.State,
         tokens: jax.Array,
@@ -163,29 +207,23 @@ def decoder_functions(
         rows: jax.Array | None = None,
     ) -> ForwardOut:
         """See ``specjax.types.Forward``; ``hidden`` is what the head reads, after the last norm."""
-        decoder = nnx.merge(graph, params)
-        x = decoder.embed_tokens[...][tokens].astype(decoder.norm.scale[...].dtype)
-        for index, layer in enumerate(decoder.layers):
-            normed = layer.input_layernorm(x, config.norm_eps)
-            attended, cache = attend(index, layer.self_attn, normed, positions, mask, cache)
-            x = x + attended
-            x = x + layer.mlp(layer.post_attention_layernorm(x, config.norm_eps))
-        hidden = decoder.norm(x, config.norm_eps)
+        hidden, cache = run_layers(nnx.merge(graph, params), embed(params, tokens), positions, mask, cache)
         wanted = hidden if rows is None else jnp.take_along_axis(hidden, rows[..., None], axis=1)
-        logits = product(wanted, decoder.embed_tokens[...].T) if decoder.lm_head is None else decoder.lm_head(wanted)
-        return ForwardOut(logits, hidden, cache)
+        return ForwardOut(head(params, wanted), hidden, cache)
 
-    def init_cache(batch: int, capacity: int) -> KVCache:
-        return KVCache.create(
-            num_layers=config.num_layers,
-            batch=batch,
-            num_kv_heads=config.num_kv_heads,
-            capacity=capacity,
-            head_dim=config.head_dim,
-            dtype=dtype,
-        )
+    return DecoderFunctions(forward, functools.partial(empty_cache, config, dtype), embed, head)
 
-    return forward, init_cache
+
+def empty_cache(config: DecoderConfig, dtype: str, batch: int, capacity: int) -> KVCache:
+    """A cache for the layers of ``config``."""
+    return KVCache.create(
+        num_layers=config.num_layers,
+        batch=batch,
+        num_kv_heads=config.num_kv_heads,
+        capacity=capacity,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
 
 
 def make_model(
@@ -198,9 +236,19 @@ def make_model(
     directory: str | None = None,
 ) -> Model:
     """Parameters and functions together; the parameters and the cache hold ``dtype``."""
-    forward, init_cache = decoder_functions(config, attention, dtype)
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    return Model(forward, params, init_cache, config.vocab_size, config.max_positions, eos_ids, directory)
+    functions = decoder_functions(config, attention, dtype)
+    return Model(
+        functions.forward,
+        jax.tree.map(lambda leaf: leaf.astype(dtype), params),
+        functions.init_cache,
+        config.vocab_size,
+        config.max_positions,
+        eos_ids,
+        directory,
+        hidden_size=config.hidden_size,
+        embed=functions.embed,
+        head=functions.head,
+    )
 
 
 def init_model(

@@ -1,0 +1,129 @@
+"""EAGLE: a layer that continues the target's last hidden states, a token at a time (Li et al. 2024)."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels.tree_attention import TreeAttention
+from specjax.cache import KVCache
+from specjax.models.config import DecoderConfig
+from specjax.models.decoder import Layer, Projection, RMSNorm, empty_cache, layers_function
+from specjax.types import ForwardOut, Model, PyTree, TreeMask
+
+
+class EagleLayers(nnx.Module):
+    """The parameters beside the target's embedding and head, which are read and not learned."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        size = config.hidden_size
+        self.fc = Projection(2 * size, size, bias=True, rngs=rngs, scale=(2 * size) ** -0.5)
+        self.layers = nnx.List(Layer(config, rngs=rngs) for _ in range(config.num_layers))
+        self.norm = RMSNorm(size)
+
+
+@functools.lru_cache
+def abstract_eagle(config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """The layers' structure, and their parameters as shapes."""
+    return nnx.split(nnx.eval_shape(lambda: EagleLayers(config, rngs=nnx.Rngs(params=0))))
+
+
+def init_eagle(config: DecoderConfig, key: jax.Array) -> PyTree:
+    """Random parameters."""
+    return nnx.state(EagleLayers(config, rngs=nnx.Rngs(params=key)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EagleCache:
+    """Keys and values, and the predicted hidden states that drafted tokens go on from."""
+
+    kv: KVCache
+    predicted: jax.Array  # [B, 1 + M, D] of the last committed row, then of the M uncommitted ones
+
+    @property
+    def lengths(self) -> jax.Array:
+        """[B] int32 committed rows."""
+        return self.kv.lengths
+
+    def commit(self, rows: jax.Array, counts: jax.Array) -> "EagleCache":
+        """As ``KVCache.commit``."""
+        last = jnp.take_along_axis(rows, jnp.maximum(counts - 1, 0)[:, None], axis=1)
+        kept = jnp.where((counts > 0)[:, None], 1 + last, 0)
+        predicted = jnp.take_along_axis(self.predicted, kept[..., None], axis=1)
+        return EagleCache(self.kv.commit(rows, counts), predicted)
+
+    def discard(self) -> "EagleCache":
+        """Empty the tree buffers without committing anything."""
+        return EagleCache(self.kv.discard(), self.predicted[:, :1])
+
+
+def eagle_model(
+    config: DecoderConfig,
+    params: PyTree,
+    target: Model,
+    *,
+    attention: str | TreeAttention | None = None,
+    dtype: str = "float32",
+    directory: str | None = None,
+) -> Model:
+    """The layers as a draft model, between the target's embedding and its head.
+
+    A row is a token beside the hidden state that chose it; what comes out is the hidden state behind that token, which
+    chooses the next one. Committed tokens are fed with the target's true states, drafted ones with those predicted.
+    """
+    forward, init_cache = _model_functions(config, attention, dtype, target.embed, target.head)
+    return Model(
+        forward,
+        (jax.tree.map(lambda leaf: leaf.astype(dtype), params), target.params),
+        init_cache,
+        target.vocab_size,
+        target.max_positions,
+        directory=directory,
+        hidden_size=config.hidden_size,
+        reads_hidden=config.hidden_size,
+    )
+
+
+@functools.lru_cache
+def _model_functions(
+    config: DecoderConfig, attention: str | TreeAttention | None, dtype: str, embed: Callable, head: Callable
+):
+    graph, _ = abstract_eagle(config)
+    run_layers = layers_function(config, attention)
+
+    def forward(
+        params: tuple[PyTree, PyTree],
+        tokens: jax.Array,
+        positions: jax.Array,
+        mask: TreeMask,
+        cache: EagleCache,
+        *,
+        rows: jax.Array | None = None,
+        before: jax.Array | None = None,
+    ) -> ForwardOut:
+        """See ``specjax.types.Model``; ``hidden`` is predicted."""
+        own, target = params
+        module = nnx.merge(graph, own)
+        if before is None:
+            # A node's parent is the last uncommitted row before its own that it sees, or the last committed one.
+            earlier = jnp.arange(1, cache.predicted.shape[1])
+            seen = mask.tree_mask[:, :, : len(earlier)]
+            parents = jnp.max(jnp.where(seen, earlier, 0), axis=-1, initial=0)
+            before = jnp.take_along_axis(cache.predicted, parents[..., None], axis=1)
+        known = module.norm.scale[...].dtype
+        x = jnp.concatenate([embed(target, tokens).astype(known), before.astype(known)], axis=-1)
+        hidden, kv = run_layers(module, module.fc(x), positions, mask, cache.kv)
+        cache = EagleCache(kv, jnp.concatenate([cache.predicted, hidden.astype(cache.predicted.dtype)], axis=1))
+        wanted = hidden if rows is None else jnp.take_along_axis(hidden, rows[..., None], axis=1)
+        return ForwardOut(head(target, wanted), hidden, cache)
+
+    def init_cache(batch: int, capacity: int) -> EagleCache:
+        return EagleCache(
+            empty_cache(config, dtype, batch, capacity), jnp.zeros((batch, 1, config.hidden_size), dtype)
+        )
+
+    return forward, init_cache
