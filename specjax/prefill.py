@@ -80,7 +80,7 @@ def prefill(
         start = index * CHUNK
         out = part(start, cache)
         logits = jnp.where((lengths > start)[:, None], out.logits[:, 0], logits)
-        if keep_hidden:
+        if hidden is not None and out.hidden is not None:
             hidden = lax.dynamic_update_slice_in_dim(hidden, out.hidden, start, axis=1)
         return logits, hidden, out.cache
 

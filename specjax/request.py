@@ -144,9 +144,8 @@ def make_drafter(
                 raise ValueError(f"the builder given as tree returned a {type(built).__name__}; expected a Drafter")
             if built.reads_hidden != draft.reads_hidden:
                 raise ValueError(
-                    f"the builder given as tree made a Drafter with reads_hidden={built.reads_hidden} of a draft model "
-                    f"that reads hidden states of size {draft.reads_hidden}; it must pass them on, as specjax.draft.ssm "
-                    "does"
+                    f"the builder given as tree returned a Drafter with reads_hidden={built.reads_hidden} for a draft "
+                    f"model with reads_hidden={draft.reads_hidden}; it must pass them on, as specjax.draft.ssm does"
                 )
             parts.append(built)
     if not parts:

@@ -20,9 +20,11 @@ def ensemble(drafters: Sequence[Drafter]) -> Drafter:
     positions = [drafter.max_positions for drafter in drafters if drafter.max_positions is not None]
     if len(set(sizes)) > 1:
         raise ValueError(f"drafters of an ensemble need one vocabulary; got sizes {sizes}")
-    hidden = {drafter.reads_hidden for drafter in drafters} - {None}
+    hidden = {drafter.reads_hidden for drafter in drafters if drafter.reads_hidden is not None}
     if len(hidden) > 1:
-        raise ValueError(f"drafters of an ensemble read hidden states of sizes {sorted(hidden)}; one target has one size")
+        raise ValueError(
+            f"drafters of an ensemble read hidden states of sizes {sorted(hidden)}; one target has one size"
+        )
     return Drafter(
         *_functions(tuple((drafter.init, drafter.propose, drafter.commit) for drafter in drafters)),
         params=tuple(drafter.params for drafter in drafters),

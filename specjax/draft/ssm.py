@@ -81,7 +81,8 @@ def ssm(model: Model, topology: Topology, law: str) -> Drafter:
 def _functions(forward, init_cache, law: Law, shape: TreeShape, max_positions: int, reads_hidden: bool):
     def init(params: SsmParams, tokens: jax.Array, lengths: jax.Array, hidden: jax.Array | None) -> SsmState:
         batch, capacity = tokens.shape
-        before = jnp.pad(hidden, ((0, 0), (1, 0), (0, 0)))[:, :-1] if reads_hidden else None
+        known = hidden if reads_hidden else None
+        before = None if known is None else jnp.pad(known, ((0, 0), (1, 0), (0, 0)))[:, :-1]
         cache = init_cache(batch, capacity)
         *_, cache = prefill.prefill(forward, params.model, cache, tokens, lengths, before=before)
         return SsmState(cache, jnp.zeros((batch, shape.depth + 1), jnp.int32), jnp.zeros((batch,), jnp.int32))
@@ -96,8 +97,10 @@ def _functions(forward, init_cache, law: Law, shape: TreeShape, max_positions: i
 
     def commit(params: SsmParams, state: SsmState, emission: Emission, hidden: jax.Array | None) -> SsmState:
         del params
+        known = hidden if reads_hidden else None
         # The path means nothing behind the accepted tokens, but what it picks there is not committed either.
-        before = jnp.take_along_axis(hidden, emission.path[..., None], axis=1, mode="clip") if reads_hidden else None
+        picked = emission.path[..., None]
+        before = None if known is None else jnp.take_along_axis(known, picked, axis=1, mode="clip")
         return SsmState(state.cache, emission.tokens, emission.counts, before)
 
     return init, propose, commit

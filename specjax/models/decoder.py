@@ -176,9 +176,7 @@ class DecoderFunctions(NamedTuple):
 
 
 @functools.lru_cache
-def decoder_functions(
-    config: DecoderConfig, attention: str | TreeAttention | None, dtype: str
-) -> DecoderFunctions:
+def decoder_functions(config: DecoderConfig, attention: str | TreeAttention | None, dtype: str) -> DecoderFunctions:
     """The functions of an architecture.
 
     Made once per argument, since compiled code is reused by the identity of these functions.

@@ -31,9 +31,30 @@ def abstract_eagle(config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: EagleLayers(config, rngs=nnx.Rngs(params=0))))
 
 
-def init_eagle(config: DecoderConfig, key: jax.Array) -> PyTree:
-    """Random parameters."""
-    return nnx.state(EagleLayers(config, rngs=nnx.Rngs(params=key)))
+def init_eagle(
+    config: DecoderConfig, key: jax.Array, *, embedded: jax.Array | None = None, hidden: jax.Array | None = None
+) -> PyTree:
+    """Random parameters.
+
+    Embeddings are often a twentieth of the hidden states in size, and some dimensions ten times the others: given
+    samples of both, every input starts out equally loud, and the outputs as large as those they are to predict.
+
+    Args:
+      config: the layer's shape.
+      key: of the random numbers.
+      embedded: [.., D] rows of the target's embedding.
+      hidden: [.., D] hidden states of the target.
+    """
+    module = EagleLayers(config, rngs=nnx.Rngs(params=key))
+    sizes = [
+        jnp.ones(config.hidden_size)
+        if rows is None
+        else jnp.sqrt(jnp.mean(jnp.square(rows).reshape(-1, config.hidden_size), axis=0))
+        for rows in (embedded, hidden)
+    ]
+    module.fc.kernel.set_value(module.fc.kernel[...] / jnp.concatenate(sizes)[:, None])
+    module.norm.scale.set_value(sizes[1])
+    return nnx.state(module)
 
 
 @jax.tree_util.register_dataclass
@@ -122,8 +143,6 @@ def _model_functions(
         return ForwardOut(head(target, wanted), hidden, cache)
 
     def init_cache(batch: int, capacity: int) -> EagleCache:
-        return EagleCache(
-            empty_cache(config, dtype, batch, capacity), jnp.zeros((batch, 1, config.hidden_size), dtype)
-        )
+        return EagleCache(empty_cache(config, dtype, batch, capacity), jnp.zeros((batch, 1, config.hidden_size), dtype))
 
     return forward, init_cache

@@ -117,7 +117,7 @@ def _read_config(directory: Path) -> HeadsConfig:
         raise ValueError(
             f"{file}: model_type {kind!r} is no draft head, which are {', '.join(_KINDS)}; load_model reads models"
         )
-    fields = {field.name: field.type for field in dataclasses.fields(_KINDS[kind])}
+    fields: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(_KINDS[kind])}
     given = {name: value for name, value in raw.items() if name != "model_type"}
     if given.keys() != fields.keys():
         raise ValueError(f"{file}: expected the keys model_type, {', '.join(fields)}; got {', '.join(raw)}")

@@ -37,9 +37,7 @@ class MedusaHead(nnx.Module):
         self.blocks = nnx.List(
             Projection(size, size, bias=True, rngs=rngs, scale=0.0) for _ in range(config.num_blocks)
         )
-        self.projection = (
-            None if config.tied_projection else Projection(size, config.vocab_size, bias=False, rngs=rngs)
-        )
+        self.projection = None if config.tied_projection else Projection(size, config.vocab_size, bias=False, rngs=rngs)
 
 
 class MedusaHeads(nnx.Module):
@@ -58,11 +56,10 @@ def abstract_medusa(config: MedusaConfig) -> tuple[nnx.GraphDef, nnx.State]:
 def init_medusa(config: MedusaConfig, target: Model) -> PyTree:
     """Parameters that predict what the target's own head does, where training starts (section 2.1.1)."""
     module = MedusaHeads(config, rngs=nnx.Rngs(params=0))  # blocks of zeros, so the key does not matter
-    if not config.tied_projection:
-        assert target.head is not None
-        kernel = target.head(target.params, jnp.eye(config.hidden_size))
-        for head in module.heads:
-            head.projection.kernel.set_value(kernel)
+    for head in module.heads:
+        if head.projection is not None:
+            assert target.head is not None
+            head.projection.kernel.set_value(target.head(target.params, jnp.eye(config.hidden_size)))
     return nnx.state(module)
 
 
