@@ -70,6 +70,13 @@ class EagleCache:
         """[B] int32 committed rows."""
         return self.kv.lengths
 
+    def before(self, mask: TreeMask) -> jax.Array:
+        """[B, N, D] what was predicted for the parents of N drafted nodes that are about to be fed."""
+        # A parent is the last uncommitted row before the node's own that it sees, or the last committed one.
+        earlier = jnp.arange(1, self.predicted.shape[1])
+        parents = jnp.max(jnp.where(mask.tree_mask[:, :, : len(earlier)], earlier, 0), axis=-1, initial=0)
+        return jnp.take_along_axis(self.predicted, parents[..., None], axis=1)
+
     def commit(self, rows: jax.Array, counts: jax.Array) -> "EagleCache":
         """As ``KVCache.commit``."""
         last = jnp.take_along_axis(rows, jnp.maximum(counts - 1, 0)[:, None], axis=1)
@@ -129,12 +136,7 @@ def _model_functions(
         """See ``specjax.types.Model``; ``hidden`` is predicted."""
         own, target = params
         module = nnx.merge(graph, own)
-        if before is None:
-            # A node's parent is the last uncommitted row before its own that it sees, or the last committed one.
-            earlier = jnp.arange(1, cache.predicted.shape[1])
-            seen = mask.tree_mask[:, :, : len(earlier)]
-            parents = jnp.max(jnp.where(seen, earlier, 0), axis=-1, initial=0)
-            before = jnp.take_along_axis(cache.predicted, parents[..., None], axis=1)
+        before = cache.before(mask) if before is None else before
         known = module.norm.scale[...].dtype
         x = jnp.concatenate([embed(target, tokens).astype(known), before.astype(known)], axis=-1)
         hidden, kv = run_layers(module, module.fc(x), positions, mask, cache.kv)

@@ -1,0 +1,255 @@
+"""Drafting with heads on the target's hidden states: that the right states arrive, and that texts stay exact."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from specjax import decode
+from specjax.cache import KVCache
+from specjax.draft import ensemble, ssm
+from specjax.models import MedusaConfig, eagle_model, init_eagle, medusa_logits, medusa_model
+from specjax.models.eagle import EagleCache
+from specjax.models.medusa import abstract_medusa
+from specjax.request import prepare
+from specjax.sampling import stack_warps
+from specjax.testing import context_model, fresh_logits, mixed, table_model
+from specjax.train import causal_pass
+from specjax.types import Acceptance, ForwardOut, Model, TreeMask
+from tests.helpers import TINY, VOCAB, context, prompts_of, round_keys, slot_paths, softmax, tight_topology, tiny
+
+RAGGED = [[0], [1], [3], [0, 0], [1, 0], [3, 2], [0, 0, 0], [3, 2, 1], [3, 2, 1, 1]]
+PATHS = [[0], [1], [2], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]  # as Medusa's: ragged, a rank skipped
+EAGLE = dataclasses.replace(TINY, num_layers=1, tied_head=True)
+MEDUSA = MedusaConfig(TINY.hidden_size, TINY.vocab_size, num_heads=4, num_blocks=2)
+
+
+def oracle(target: Model) -> Model:
+    """A draft that knows all of a context model but its text, which it can only have from the hidden states.
+
+    It adds a token's mark to the state before it, as the target does; one state amiss and its logits are unrelated.
+    """
+    return target._replace(forward=_oracle_forward, init_cache=_oracle_cache, reads_hidden=1)
+
+
+def _oracle_forward(params, tokens, positions, mask, cache, *, rows=None, before=None):
+    marks, logits = params
+    before = cache.before(mask) if before is None else before
+    total = before[..., 0] + marks[positions, tokens]
+    cache = dataclasses.replace(cache, predicted=jnp.concatenate([cache.predicted, total[..., None]], axis=1))
+    wanted = total if rows is None else jnp.take_along_axis(total, rows, axis=1)
+    return ForwardOut(logits[wanted.astype(jnp.int32) % 1024], total[..., None], cache)
+
+
+def _oracle_cache(batch: int, capacity: int) -> EagleCache:
+    kv = KVCache.create(num_layers=0, batch=batch, num_kv_heads=0, capacity=capacity, head_dim=0)
+    return EagleCache(kv, jnp.zeros((batch, 1, 1)))
+
+
+def medusa(seed: int = 0, config: MedusaConfig = MEDUSA) -> Model:
+    """Heads with random weights on the tiny target."""
+    shapes = abstract_medusa(config)[1]
+    leaves, structure = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    params = structure.unflatten([0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves)])
+    return medusa_model(config, params, tiny(0))
+
+
+def eagle(seed: int = 0) -> Model:
+    """A random layer on the tiny target."""
+    return eagle_model(EAGLE, init_eagle(EAGLE, jax.random.key(seed)), tiny(0))
+
+
+def test_the_states_that_arrive_are_those_of_every_token():
+    """A model that has its text from hidden states drafts, round for round, what one that sees the text does.
+
+    Prompts of one token, of a chunk's length and around it; rounds in which rows accept 0 to 4 tokens of branches.
+    """
+    target = context(0)
+    prompts = prompts_of([1, 127, 128, 129, 140, 9])
+    options = dict(tree=tight_topology(RAGGED), max_new_tokens=[40, 25, 40, 40, 3, 40], eos_ids=())
+    seen = sj.generate(target, prompts, drafts=[mixed(target)], **options)
+    told = sj.generate(target, prompts, drafts=[mixed(oracle(target))], **options)
+    assert told.rounds == seen.rounds
+    # Logits that have nothing to do with the text would be accepted a seventh as often.
+    accepted = [item.accepted for row in told.rounds for item in row]
+    assert {0, 1, 2} < set(accepted)
+    assert np.mean(accepted) > 1
+
+
+def test_sources_with_and_without_hidden_states_draft_together():
+    """Beside an SSM that is of no use, the merged tree holds all that the telling one drafts."""
+    target, prompts = context(0), prompts_of([3, 8])
+    options = dict(tree=(3, 2, 1, 1), max_new_tokens=30, eos_ids=())
+    alone = sj.generate(target, prompts, drafts=[oracle(target)], **options)
+    assert alone.stats.tokens_per_step > 4
+    both = sj.generate(target, prompts, drafts=[context(1), oracle(target)], **options)
+    assert both.tokens == alone.tokens
+    assert [[item.accepted for item in row] for row in both.rounds] == [
+        [item.accepted for item in row] for row in alone.rounds
+    ]
+
+
+def test_a_stochastic_pair_has_the_targets_law():
+    """Drafts of hidden states, i.i.d., and multi-step verification: two tokens have their exact joint law."""
+    target, rows, prompt = context_model(3, 4, scale=1.0), 4000, [2, 0]
+    result = sj.generate(
+        target,
+        [prompt] * rows,
+        drafts=[mixed(oracle(target))],
+        tree=(2, 2),
+        draft_mode="iid",
+        verifier="multi_step",
+        warp=sj.Warp(1.0),
+        max_new_tokens=3,
+        eos_ids=(),
+        seeds=list(range(rows)),
+    )
+    texts = np.array(result.tokens)
+    accepted = [item.accepted for row in result.rounds for item in row]
+    assert {0, 1, 2} == set(accepted)
+    counts = np.zeros((4, 4, 4))
+    np.add.at(counts, tuple(texts.T), 1)
+    p = np.zeros((4, 4, 4))
+    for first in range(4):
+        logits = fresh_logits(target, [*prompt, first])
+        for second in range(4):
+            third = softmax(fresh_logits(target, [*prompt, first, second])[-1])
+            p[first, second] = softmax(logits[1])[first] * softmax(logits[2])[second] * third
+    statistic = np.sum((counts - rows * p) ** 2 / (rows * p))
+    assert statistic < 120  # 63 degrees of freedom: 120 is one in 50,000
+
+
+SOURCES = {
+    "medusa": lambda: [medusa()],
+    "tied medusa": lambda: [medusa(1, dataclasses.replace(MEDUSA, tied_projection=True))],
+    "eagle": lambda: [eagle()],
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_greedy_text_equals_incremental(source):
+    """Random heads on a real decoder, along static sparse paths."""
+    prompts = prompts_of([5, 1, 9], 64)
+    options = dict(max_new_tokens=24, eos_ids=())
+    wanted = sj.generate(tiny(0), prompts, **options)
+    tree = sj.Topology.from_paths(PATHS)
+    result = sj.generate(tiny(0), prompts, drafts=SOURCES[source](), tree=tree, **options)
+    assert result.tokens == wanted.tokens
+    assert {item.drafted for row in result.rounds for item in row} == {len(PATHS)}
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle"])
+def test_trees_equal_those_of_whole_passes_round_after_round(name):
+    """q of every expanded node, from states of a pass over the whole text, for three rounds of ragged rows."""
+    target, model = tiny(0), medusa() if name == "medusa" else eagle()
+    drafter = ssm(model, tight_topology(PATHS), "deterministic")
+    plan = prepare(
+        target, prompts_of([5, 1, 12], 64), drafts=[drafter], max_new_tokens=20, eos_ids=(), warp=sj.Warp(2.0)
+    )
+    state, rng = plan.start(), np.random.default_rng(0)
+    propose = jax.jit(drafter.propose)
+    reference = jax.jit(lambda params, tokens: causal_pass(target, params, tokens).hidden)
+    continued = jax.jit(lambda params, tokens, before: causal_pass(model, params, tokens, before=before).hidden)
+    for _ in range(3):
+        tokens, lengths = np.asarray(state.tokens), np.asarray(state.lengths)
+        roots = jnp.asarray(tokens[np.arange(3), lengths - 1])
+        keys = round_keys(range(3), lengths)
+        tree = propose(drafter.params, keys, state.drafter, roots, stack_warps([sj.Warp(1.0)] * 3))[0]
+        hidden = np.array(reference(target.params, jnp.asarray(tokens[:, :32])))
+        for row in range(3):
+            text, states = tokens[row, : lengths[row]].tolist(), hidden[row, : lengths[row] - 1]
+            paths = slot_paths(np.asarray(tree.parents[row]), np.asarray(tree.valid[row]))
+            for slot in np.flatnonzero(np.any(np.asarray(tree.draw_valid[row]), axis=1)):
+                path = [int(tree.tokens[row, at]) for at in paths[slot]]
+                if name == "medusa":
+                    logits = medusa_logits(MEDUSA, target, model.params[0], jnp.asarray(states[-1]))[len(path)]
+                else:
+                    before = np.concatenate([np.zeros((1, TINY.hidden_size)), states])
+                    for end in range(len(text), len(text) + len(path) + 1):
+                        fed = np.zeros((1, 32), np.int32), np.zeros((1, 32, TINY.hidden_size), np.float32)
+                        fed[0][0, :end], fed[1][0, :end] = (text + path)[:end], before
+                        predicted = np.asarray(continued(model.params, *map(jnp.asarray, fed)))[0, end - 1]
+                        before = np.concatenate([before, predicted[None]])
+                    logits = target.head(target.params, jnp.asarray(predicted))
+                found = tree.q[row, tree.q_rows[row, slot, 0]]
+                np.testing.assert_allclose(found, softmax(logits), atol=1e-4)
+        # Emit what was drafted along a branch of random length, whatever the target says of it.
+        state = _emit_drafted(plan, state, tree, [int(rng.integers(4)) for _ in range(3)])
+
+
+def _emit_drafted(plan, state, tree, depths):
+    """A round whose verifier accepts a path of given depths, below the root's second child where there is one."""
+    path = np.zeros((3, 4), np.int32)
+    emitted = np.zeros((3, 4), np.int32)
+    for row, depth in enumerate(depths):
+        paths = slot_paths(np.asarray(tree.parents[row]), np.asarray(tree.valid[row])).values()
+        way = [slots for slots in paths if len(slots) == depth][-1]
+        path[row, 1 : depth + 1] = way
+        emitted[row, : depth + 1] = [*np.asarray(tree.tokens[row])[way], 7]
+    acceptance = Acceptance(jnp.asarray(path), jnp.asarray(depths), jnp.asarray(emitted))
+    return decode.round(plan.spec._replace(verify=lambda *_: acceptance), plan.params, state)[0]
+
+
+def test_every_array_of_a_state_leads_with_the_batch():
+    """So that a row can be replaced while the others go on."""
+    for model in (medusa(), eagle(), oracle(context(0))):
+        target = context(0) if model.vocab_size == VOCAB else tiny(0)
+        plan = prepare(target, [[1, 2], [3]], drafts=[model], tree=(2, 1), max_new_tokens=4)
+        shapes = jax.eval_shape(plan.start).drafter
+        assert {leaf.shape[0] for leaf in jax.tree.leaves(shapes)} == {2}
+
+
+def test_a_level_of_nodes_goes_on_from_what_was_predicted_for_their_parents():
+    """Two branches fed level by level give what each gives alone, told the predicted states."""
+    model = eagle()
+    run = jax.jit(model.forward)
+    cache = model.init_cache(1, 0)
+    one = lambda value: jnp.array([value], jnp.int32)
+    no_prefix = jnp.zeros(1, jnp.int32)
+    state = jax.random.normal(jax.random.key(3), (1, 1, TINY.hidden_size))
+    root = model.forward(
+        model.params, one([5]), one([0]), TreeMask(no_prefix, jnp.ones((1, 1, 1), bool)), cache, before=state
+    )
+    first = jnp.asarray([[[1, 1, 0], [1, 0, 1]]], bool)
+    level1 = run(model.params, one([6, 7]), one([1, 1]), TreeMask(no_prefix, first), root.cache)
+    second = jnp.asarray([[[1, 0, 1, 1, 0], [1, 1, 0, 0, 1]]], bool)  # of the second node, then of the first
+    level2 = run(model.params, one([8, 9]), one([2, 2]), TreeMask(no_prefix, second), level1.cache)
+    for place, (branch, leaf) in enumerate([(1, 8), (0, 9)]):
+        text = one([5, (6, 7)[branch], leaf])
+        before = jnp.concatenate([state, root.hidden, level1.hidden[:, branch : branch + 1]], axis=1)
+        alone = causal_pass(model, model.params, text, before=before)
+        np.testing.assert_allclose(level2.logits[0, place], alone.logits[0, -1], atol=1e-5)
+
+
+def test_trees_deeper_than_the_heads_are_refused():
+    with pytest.raises(ValueError, match="5 levels deep, and the draft model drafts 4 tokens ahead"):
+        ssm(medusa(), sj.Topology.chain(5), "deterministic")
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "message"),
+    [
+        (lambda: table_model(np.zeros(64)), medusa, "hidden states of 32 numbers, and the target gives none"),
+        (lambda: context_model(0, 64), eagle, "hidden states of 32 numbers, and the target gives 1"),
+        (medusa, lambda: tiny(0), "target is a draft model that reads another model's hidden states"),
+    ],
+)
+def test_heads_without_their_target_are_refused(target, draft, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(target(), [[1]], drafts=[draft()], tree=(2, 1))
+
+
+def test_a_builder_that_drops_hidden_states_is_refused():
+    builder = lambda model, law: ssm(model, sj.Topology.chain(2), law)._replace(reads_hidden=None)
+    with pytest.raises(ValueError, match="returned a Drafter with reads_hidden=None"):
+        prepare(tiny(0), [[1]], drafts=[eagle()], tree=builder)
+
+
+def test_an_ensemble_has_one_target():
+    parts = [ssm(model, sj.Topology.chain(2), "iid") for model in (eagle(), oracle(context_model(0, 64)))]
+    with pytest.raises(ValueError, match=r"hidden states of sizes \[1, 32\]"):
+        ensemble(parts)
