@@ -1,6 +1,7 @@
 """Drafting with heads on the target's hidden states: that the right states arrive, and that texts stay exact."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,9 @@ from specjax.models.eagle import EagleCache
 from specjax.models.medusa import abstract_medusa
 from specjax.request import prepare
 from specjax.sampling import stack_warps
-from specjax.testing import context_model, fresh_logits, mixed, table_model
+from specjax.testing import context_model, fresh_logits, mixed, reference_text, table_model
 from specjax.train import causal_pass
-from specjax.types import Acceptance, ForwardOut, Model, TreeMask
+from specjax.types import ForwardOut, Model, TreeMask
 from tests.helpers import TINY, VOCAB, context, prompts_of, round_keys, slot_paths, softmax, tight_topology, tiny
 
 RAGGED = [[0], [1], [3], [0, 0], [1, 0], [3, 2], [0, 0, 0], [3, 2, 1], [3, 2, 1, 1]]
@@ -83,19 +84,16 @@ def test_the_states_that_arrive_are_those_of_every_token():
 def test_sources_with_and_without_hidden_states_draft_together():
     """Beside an SSM that is of no use, the merged tree holds all that the telling one drafts."""
     target, prompts = context(0), prompts_of([3, 8])
-    options = dict(tree=(3, 2, 1, 1), max_new_tokens=30, eos_ids=())
-    alone = sj.generate(target, prompts, drafts=[oracle(target)], **options)
-    assert alone.stats.tokens_per_step > 4
-    both = sj.generate(target, prompts, drafts=[context(1), oracle(target)], **options)
-    assert both.tokens == alone.tokens
-    assert [[item.accepted for item in row] for row in both.rounds] == [
-        [item.accepted for item in row] for row in alone.rounds
-    ]
+    result = sj.generate(
+        target, prompts, drafts=[context(1), oracle(target)], tree=(2, 1), max_new_tokens=30, eos_ids=()
+    )
+    assert result.tokens == [reference_text(target, prompt, 30) for prompt in prompts]
+    assert {item.accepted for row in result.rounds for item in row[:-1]} == {2}
 
 
 def test_a_stochastic_pair_has_the_targets_law():
     """Drafts of hidden states, i.i.d., and multi-step verification: two tokens have their exact joint law."""
-    target, rows, prompt = context_model(3, 4, scale=1.0), 4000, [2, 0]
+    target, rows, prompt = context_model(3, 4, scale=1.0), 3000, [2, 0]
     result = sj.generate(
         target,
         [prompt] * rows,
@@ -123,75 +121,72 @@ def test_a_stochastic_pair_has_the_targets_law():
     assert statistic < 120  # 63 degrees of freedom: 120 is one in 50,000
 
 
-SOURCES = {
-    "medusa": lambda: [medusa()],
-    "tied medusa": lambda: [medusa(1, dataclasses.replace(MEDUSA, tied_projection=True))],
-    "eagle": lambda: [eagle()],
+HEADS = {
+    "medusa": lambda: medusa(),
+    "tied medusa": lambda: medusa(1, dataclasses.replace(MEDUSA, tied_projection=True)),
+    "eagle": lambda: eagle(),
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_greedy_text_equals_incremental(source):
-    """Random heads on a real decoder, along static sparse paths."""
-    prompts = prompts_of([5, 1, 9], 64)
-    options = dict(max_new_tokens=24, eos_ids=())
-    wanted = sj.generate(tiny(0), prompts, **options)
-    tree = sj.Topology.from_paths(PATHS)
-    result = sj.generate(tiny(0), prompts, drafts=SOURCES[source](), tree=tree, **options)
-    assert result.tokens == wanted.tokens
-    assert {item.drafted for row in result.rounds for item in row} == {len(PATHS)}
-
-
-@pytest.mark.parametrize("name", ["medusa", "eagle"])
-def test_trees_equal_those_of_whole_passes_round_after_round(name):
-    """q of every expanded node, from states of a pass over the whole text, for three rounds of ragged rows."""
-    target, model = tiny(0), medusa() if name == "medusa" else eagle()
+@pytest.mark.parametrize("name", HEADS)
+def test_trees_equal_those_of_whole_passes_and_greedy_text_incremental(name):
+    """Random heads on a real decoder, ragged rows: q of every expanded node, round after round; then the whole text."""
+    target, model, prompts = tiny(0), HEADS[name](), prompts_of([5, 1, 9], 64)
     drafter = ssm(model, tight_topology(PATHS), "deterministic")
-    plan = prepare(
-        target, prompts_of([5, 1, 12], 64), drafts=[drafter], max_new_tokens=20, eos_ids=(), warp=sj.Warp(2.0)
-    )
-    state, rng = plan.start(), np.random.default_rng(0)
-    propose = jax.jit(drafter.propose)
-    reference = jax.jit(lambda params, tokens: causal_pass(target, params, tokens).hidden)
-    continued = jax.jit(lambda params, tokens, before: causal_pass(model, params, tokens, before=before).hidden)
-    for _ in range(3):
+    plan = prepare(target, prompts, drafts=[drafter], max_new_tokens=24, eos_ids=())
+    state, propose = plan.start(), jax.jit(drafter.propose)
+    warp = stack_warps([sj.Warp(1.0)] * 3)
+    for number in range(24):
+        if not np.any(state.running):
+            break
         tokens, lengths = np.asarray(state.tokens), np.asarray(state.lengths)
         roots = jnp.asarray(tokens[np.arange(3), lengths - 1])
-        keys = round_keys(range(3), lengths)
-        tree = propose(drafter.params, keys, state.drafter, roots, stack_warps([sj.Warp(1.0)] * 3))[0]
-        hidden = np.array(reference(target.params, jnp.asarray(tokens[:, :32])))
+        tree, _ = propose(drafter.params, round_keys(range(3), lengths), state.drafter, roots, warp)
+        state, info = decode.run_round(plan.spec, plan.params, state)
         for row in range(3):
-            text, states = tokens[row, : lengths[row]].tolist(), hidden[row, : lengths[row] - 1]
-            paths = slot_paths(np.asarray(tree.parents[row]), np.asarray(tree.valid[row]))
-            for slot in np.flatnonzero(np.any(np.asarray(tree.draw_valid[row]), axis=1)):
-                path = [int(tree.tokens[row, at]) for at in paths[slot]]
-                if name == "medusa":
-                    logits = medusa_logits(MEDUSA, target, model.params[0], jnp.asarray(states[-1]))[len(path)]
-                else:
-                    before = np.concatenate([np.zeros((1, TINY.hidden_size)), states])
-                    for end in range(len(text), len(text) + len(path) + 1):
-                        fed = np.zeros((1, 32), np.int32), np.zeros((1, 32, TINY.hidden_size), np.float32)
-                        fed[0][0, :end], fed[1][0, :end] = (text + path)[:end], before
-                        predicted = np.asarray(continued(model.params, *map(jnp.asarray, fed)))[0, end - 1]
-                        before = np.concatenate([before, predicted[None]])
-                    logits = target.head(target.params, jnp.asarray(predicted))
-                found = tree.q[row, tree.q_rows[row, slot, 0]]
-                np.testing.assert_allclose(found, softmax(logits), atol=1e-4)
-        # Emit what was drafted along a branch of random length, whatever the target says of it.
-        state = _emit_drafted(plan, state, tree, [int(rng.integers(4)) for _ in range(3)])
+            if number in (0, 5) and info.emission.counts[row]:
+                drafted = jax.tree.map(lambda field, row=row: np.asarray(field)[row], tree)
+                check_tree_of(name, model, drafted, tokens[row, : lengths[row]])
+    texts = [row[len(prompt) : len(prompt) + 24].tolist() for row, prompt in zip(np.asarray(state.tokens), prompts)]
+    assert texts == [reference_text(target, prompt, 24) for prompt in prompts]
 
 
-def _emit_drafted(plan, state, tree, depths):
-    """A round whose verifier accepts a path of given depths, below the root's second child where there is one."""
-    path = np.zeros((3, 4), np.int32)
-    emitted = np.zeros((3, 4), np.int32)
-    for row, depth in enumerate(depths):
-        paths = slot_paths(np.asarray(tree.parents[row]), np.asarray(tree.valid[row])).values()
-        way = [slots for slots in paths if len(slots) == depth][-1]
-        path[row, 1 : depth + 1] = way
-        emitted[row, : depth + 1] = [*np.asarray(tree.tokens[row])[way], 7]
-    acceptance = Acceptance(jnp.asarray(path), jnp.asarray(depths), jnp.asarray(emitted))
-    return decode.round(plan.spec._replace(verify=lambda *_: acceptance), plan.params, state)[0]
+def check_tree_of(name: str, model: Model, tree: sj.TokenTree, text: np.ndarray):
+    """One row's tree against heads on states of whole passes over the text."""
+    target = tiny(0)
+    hidden = np.asarray(_hidden(target.forward, target.init_cache, target.params, _padded(text))[0, : len(text) - 1])
+    paths = slot_paths(tree.parents, tree.valid)
+    expanded = np.flatnonzero(np.any(tree.draw_valid, axis=1))
+    assert len(expanded) == tight_topology(PATHS).shape.num_expanded
+    for slot in expanded:
+        path = [int(tree.tokens[at]) for at in paths[slot]]
+        if name != "eagle":
+            config = dataclasses.replace(MEDUSA, tied_projection=name.startswith("tied"))
+            logits = medusa_logits(config, target, model.params[0], jnp.asarray(hidden[-1]))[len(path)]
+        else:
+            before, whole = np.concatenate([np.zeros((1, TINY.hidden_size)), hidden]), [*text, *path]
+            for end in range(len(text), len(whole) + 1):
+                states = np.zeros((1, 32, TINY.hidden_size), np.float32)
+                states[0, :end] = before
+                out = _hidden(
+                    model.forward,
+                    model.init_cache,
+                    model.params,
+                    _padded(np.array(whole[:end])),
+                    before=jnp.asarray(states),
+                )
+                before = np.concatenate([before, np.asarray(out[0, end - 1 : end])])
+            logits = target.head(target.params, jnp.asarray(before[-1]))
+        np.testing.assert_allclose(tree.q[tree.q_rows[slot, 0]], softmax(logits), atol=1e-4)
+
+
+def _padded(tokens: np.ndarray) -> jax.Array:
+    return jnp.asarray(np.pad(tokens, (0, 32 - len(tokens)))[None], jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _hidden(forward, init_cache, params, tokens, **known):
+    return causal_pass(Model(forward, params, init_cache, 0, 0), params, tokens, **known).hidden
 
 
 def test_every_array_of_a_state_leads_with_the_batch():
@@ -211,9 +206,7 @@ def test_a_level_of_nodes_goes_on_from_what_was_predicted_for_their_parents():
     one = lambda value: jnp.array([value], jnp.int32)
     no_prefix = jnp.zeros(1, jnp.int32)
     state = jax.random.normal(jax.random.key(3), (1, 1, TINY.hidden_size))
-    root = model.forward(
-        model.params, one([5]), one([0]), TreeMask(no_prefix, jnp.ones((1, 1, 1), bool)), cache, before=state
-    )
+    root = run(model.params, one([5]), one([0]), TreeMask(no_prefix, jnp.ones((1, 1, 1), bool)), cache, before=state)
     first = jnp.asarray([[[1, 1, 0], [1, 0, 1]]], bool)
     level1 = run(model.params, one([6, 7]), one([1, 1]), TreeMask(no_prefix, first), root.cache)
     second = jnp.asarray([[[1, 0, 1, 1, 0], [1, 1, 0, 0, 1]]], bool)  # of the second node, then of the first
