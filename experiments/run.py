@@ -45,6 +45,7 @@ class Workshop:
 
     def __init__(self, cells: Sequence[Cell]):
         self.model = functools.cache(_load_model)
+        self.draft = functools.cache(self._load_draft)
         self.prompts = functools.cache(_load_prompts)
         self.baseline = functools.cache(self._baseline)
         trees = [sweep.topology(cell.config.decode.tree) for cell in cells if cell.config.decode.tree]
@@ -115,6 +116,13 @@ class Workshop:
             first += len(batch)
         return measured
 
+    def _load_draft(self, path: str, target: str, attention: str | None, dtype: str) -> sj.Model:
+        """An SSM, or heads on the target's hidden states; the directory's config.json says which."""
+        directory = config.resolve(path)
+        if sj.is_heads(directory):
+            return sj.load_heads(directory, self.model(target, attention, dtype), attention=attention, dtype=dtype)
+        return self.model(path, attention, dtype)
+
     def _baseline(self, experiment: Experiment) -> list[Measured]:
         return self.measure(experiment, lambda share: None)
 
@@ -127,7 +135,7 @@ class Workshop:
         return {
             "target": self.model(models.target, models.attention, models.dtype),
             "prompts": [list(prompt.tokens) for prompt in batch],
-            "drafts": [self.model(path, models.attention, models.dtype) for path in models.drafts],
+            "drafts": [self.draft(path, models.target, models.attention, models.dtype) for path in models.drafts],
             "tree": tree,
             "draft_mode": decode.draft_mode,
             "verifier": decode.verifier,
