@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import functools
+import heapq
+import itertools
 import json
 import pathlib
 import sys
@@ -44,7 +46,8 @@ from specjax.train import (
 )
 from specjax.types import Model, PyTree
 
-_TOP = 5  # agreement is reported for a head's 1..5 most likely tokens
+_TOP, _SHOWN = 10, 5  # agreement is reported for a head's 1..10 most likely tokens, and shown for the first of them
+_NODES = 21  # of the tree that is recommended for Medusa's heads, as many as <3,2,1,1> has
 _ROWS = 8  # sequences of one pass of the target
 
 
@@ -238,6 +241,32 @@ def _optimizer(schedule: Schedule) -> optax.GradientTransformation:
     )
 
 
+def best_paths(agreement: Sequence[Sequence[float]], nodes: int) -> list[list[int]]:
+    """The static tree of so many nodes that accepts most tokens (Cai et al. 2024, section 2.3.3).
+
+    As the paper does, it takes for the chance that a node is accepted the product of how often the tokens on its path
+    are right, each at its own head and rank.
+
+    Args:
+      agreement: per head, how often its k most likely tokens hold the target's choice, k = 1, 2, ..
+      nodes: below the root.
+    """
+    alone = [[after - before for before, after in itertools.pairwise([0.0, *shares])] for shares in agreement]
+    paths: list[list[int]] = []
+    frontier = [(-alone[0][0], [0])]
+    while frontier and len(paths) < nodes:
+        chance, path = heapq.heappop(frontier)
+        paths.append(path)
+        depth, rank = len(path), path[-1]
+        if rank + 1 < len(alone[depth - 1]):
+            share = alone[depth - 1]
+            sibling = chance * share[rank + 1] / share[rank] if share[rank] else 0.0
+            heapq.heappush(frontier, (sibling, [*path[:-1], rank + 1]))
+        if depth < len(alone):
+            heapq.heappush(frontier, (chance * alone[depth][0], [*path, 0]))
+    return sorted(paths)
+
+
 def train_one(
     name: str, heads: Heads, target: Model, text: Text, held_out: Text, digest: str, console: rich.console.Console
 ) -> dict[str, Any]:
@@ -310,13 +339,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.only is None:
             (work / "report.json").write_text(json.dumps(result, indent=2) + "\n")
             plot_losses({name: read_log(work / name / "log.jsonl") for name in names}, work / "losses.png")
-        table = rich.table.Table(
-            "head", *(f"k={k}" for k in range(1, _TOP + 1)), title="Top-k holds the target's choice"
-        )
+        columns = (f"k={k}" for k in range(1, _SHOWN + 1))
+        table = rich.table.Table("head", *columns, title="Top-k holds the target's choice")
         for name, row in result.items():
             for place, shares in enumerate(row["agreement"], 1):
-                table.add_row(f"{name} {place}", *(f"{share:.3f}" for share in shares))
+                table.add_row(f"{name} {place}", *(f"{share:.3f}" for share in shares[:_SHOWN]))
         console.print(table)
+        if "medusa" in result:
+            paths = best_paths(result["medusa"]["agreement"], _NODES)
+            console.print(f"The best tree of {_NODES} nodes for Medusa's heads: tree = {paths}", highlight=False)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

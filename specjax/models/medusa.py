@@ -114,7 +114,7 @@ class MedusaCache:
 def medusa_model(
     config: MedusaConfig, params: PyTree, target: Model, *, dtype: str = "float32", directory: str | None = None
 ) -> Model:
-    """The heads as a draft model: at depth d of a tree its logits are head d's, whatever was drafted above.
+    """The heads as a draft model: after a node of depth d its logits are head d's, whatever was drafted up to there.
 
     It is trained to be expanded by fixed paths of top-k ranks, as the paper does (``Topology.from_paths``), but takes
     any tree no deeper than it has heads, any proposal law and any verifier.

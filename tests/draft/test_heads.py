@@ -198,6 +198,17 @@ def test_every_array_of_a_state_leads_with_the_batch():
         assert {leaf.shape[0] for leaf in jax.tree.leaves(shapes)} == {2}
 
 
+def test_only_those_who_read_hidden_states_pay_for_them():
+    """An array of all prompts' states is in the program of prefill where a source reads them, and nowhere else."""
+    of_prompts = f"tensor<2x128x{TINY.hidden_size}xf32>"
+    for model in (tiny(1), eagle()):
+        plan = prepare(tiny(0), [[1, 2], [3]], drafts=[model], tree=(2, 1), max_new_tokens=4)
+        program = decode.run_start.lower(plan.spec, plan.params, *plan.inputs).as_text()
+        loops = [line for line in program.splitlines() if "stablehlo.while" in line]
+        assert loops
+        assert any(of_prompts in line for line in loops) == (model.reads_hidden is not None)
+
+
 def test_a_level_of_nodes_goes_on_from_what_was_predicted_for_their_parents():
     """Two branches fed level by level give what each gives alone, told the predicted states."""
     model = eagle()

@@ -1,5 +1,6 @@
 """The command that trains draft heads: killed and resumed, refused where settings changed, loaded where it is used."""
 
+import itertools
 import json
 import textwrap
 
@@ -11,7 +12,7 @@ import experiments.train_heads
 import specjax as sj
 from experiments import config as configs
 from experiments import corpus as corpora
-from experiments.train_heads import Heads, Text, main
+from experiments.train_heads import Heads, Text, best_paths, main
 from specjax.models import DecoderConfig, init_model, save_model
 
 CONFIG = """
@@ -127,3 +128,16 @@ def test_hidden_states_are_those_of_the_sequences_they_stand_beside(written, tmp
 def test_shipped_config_is_valid():
     loaded = configs.load(Heads, configs.resolve("configs/heads.toml"))
     assert sj.load_model(configs.resolve(loaded.target)).hidden_size == 384
+
+
+def test_the_best_tree_accepts_most_of_all_trees_of_its_size():
+    """Against every tree of five nodes that two heads of three ranks can fill."""
+    agreement = [[0.5, 0.8, 0.9], [0.6, 0.7, 0.9]]
+    alone = np.diff(agreement, axis=1, prepend=0)
+    nodes = [(first,) for first in range(3)] + [(first, second) for first in range(3) for second in range(3)]
+    value = lambda tree: sum(np.prod([alone[depth][rank] for depth, rank in enumerate(path)]) for path in tree)
+    trees = [tree for tree in itertools.combinations(nodes, 5) if all(path[:1] in tree for path in tree)]
+    found = [tuple(path) for path in best_paths(agreement, 5)]
+    assert all(path[:-1] in [(), *found] for path in found)
+    assert value(found) == pytest.approx(max(map(value, trees)))
+    assert len(best_paths(agreement, 100)) == len(nodes)
