@@ -22,7 +22,7 @@ CANDIDATES = python3.12 python3.13 python3.14 python3 python "$${PYENV_ROOT:-$$H
 PROBE := import ensurepip, sys, venv; sys.exit(not (3, 12) <= sys.version_info < (3, 15))
 NO_PYTHON := Found no Python 3.12 to 3.14 with venv: install one (apt install python3-venv on Debian 13 or Ubuntu 24.04, brew install python@3.12 on macOS, pyenv install 3.12 elsewhere) and run make again.
 
-.PHONY: help quickstart test lint zoo bench kernels device clean
+.PHONY: help quickstart test lint zoo bench kernels shapes device clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,7 +32,7 @@ quickstart: $(INSTALLED)  ## run the example sweep on the models that ship: a ta
 	$(RUN) -m experiments.run configs/quickstart.toml
 
 test: $(INSTALLED) $(VENV)/.group-test  ## run the tests
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses auto --dist worksteal
 
 lint: $(INSTALLED) $(VENV)/.group-lint  ## check style and types
 	$(RUN) -m ruff check .
@@ -47,6 +47,9 @@ bench: $(INSTALLED)  ## time a round against its bare forwards
 
 kernels: $(KERNELS)/.installed  ## compile the GPU and TPU kernels ahead of time, without a device
 	JAX_PLATFORMS=cpu $(KERNELS)/bin/python -m experiments.kernels
+
+shapes: $(KERNELS)/.installed  ## compile the hub's models that the configs name for a TPU, without weights or a device
+	JAX_PLATFORMS=cpu $(KERNELS)/bin/python -m experiments.shapes
 
 device: $(INSTALLED)  ## on a GPU or TPU: check and time the kernels
 	$(RUN) -m experiments.device
@@ -72,8 +75,8 @@ $(VENV)/.group-%: $(INSTALLED)
 	$(INSTALL) --group $*
 	@touch $@
 
-$(KERNELS)/.installed: constraints.txt | $(INSTALLED)
+$(KERNELS)/.installed: pyproject.toml constraints.txt | $(INSTALLED)
 	$(RUN) -m venv $(KERNELS)
 	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	  'jax[tpu]' jax-cuda13-plugin==$(JAX_VERSION) jax-cuda13-pjrt==$(JAX_VERSION) absl-py flatbuffers
+	  --editable '.[tpu]' jax-cuda13-plugin==$(JAX_VERSION) jax-cuda13-pjrt==$(JAX_VERSION) absl-py flatbuffers
 	@touch $@

@@ -1,7 +1,8 @@
 """The kernels compiled ahead of time for TPU and Hopper, without a device: registers, spills, memory, bytes.
 
 Needs libtpu and jax's CUDA plugin, which `make kernels` puts into an environment of their own. Exits with an error when
-a kernel does not compile, spills registers, or takes more than a fifth of the memory that plain XLA takes.
+a kernel does not compile, spills registers, or takes more than a fifth of the memory that plain XLA takes, and when a
+decode loop on a TPU copies its cache every round or does not count the kernel.
 """
 
 import contextlib
@@ -23,6 +24,11 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from pallas_kernels.tree_attention import tree_attention
+from specjax import decode
+from specjax.models.config import DecoderConfig
+from specjax.models.decoder import abstract_decoder, decoder_functions
+from specjax.request import prepare
+from specjax.types import Model
 
 GPU_TARGET = Path(__file__).parent / "gpu_target_h100.pbtxt"  # written by hand; it steers XLA's heuristics only
 MOST_OF_PLAIN_MEMORY = 0.2
@@ -185,6 +191,57 @@ def check(target: Target, shape: Shape, sharding: Any, reports: Path) -> tuple[s
     return line, wrong
 
 
+def without_weights(num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Model:
+    """A decoder whose parameters are shapes; its vocabulary is small, since only the layers matter here."""
+    config = DecoderConfig(
+        vocab_size=512,
+        hidden_size=num_heads * head_dim,
+        intermediate_size=4 * num_heads * head_dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_positions=8192,
+        tied_head=False,
+    )
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), abstract_decoder(config)[1])
+    forward, init_cache = decoder_functions(config, None, "bfloat16")
+    return Model(forward, params, init_cache, config.vocab_size, config.max_positions)
+
+
+def check_loop(target: Target) -> tuple[str, list[str]]:
+    """The whole decode loop with trees <3,2,1,1> at batch 4: its line of the table, and what is wrong."""
+    batch, layers, heads, head_dim = 4, 2, 32, 128
+    model = without_weights(layers, heads, 8, head_dim)
+    draft = without_weights(1, 8, 2, head_dim)
+    name = f"{target.name:7} decode loop <3,2,1,1> B{batch} S4096 D{head_dim}"
+    sharding = target.sharding()
+    with target.device():
+        plan = prepare(model, [[1]] * batch, drafts=[draft], tree=(3, 2, 1, 1), max_new_tokens=4000)
+        state = jax.eval_shape(functools.partial(decode.start, plan.spec), plan.params, *plan.inputs)
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), (plan.params, state)
+        )
+        traced = decode.run_decode.trace(plan.spec, *shapes)
+        executable = traced.lower(lowering_platforms=(target.lowering,)).compile()
+    cache = state.cache.k[0].shape
+    # Behind ENTRY are what happens once: XLA stores a program's narrow arguments in another layout than its loops do.
+    every_round = executable.as_text().partition("\nENTRY ")[0]
+    copied = re.findall(rf"= bf16\[{','.join(map(str, cache))}\]\S* copy\(", every_round)
+    wrong = [f"{name}: every round copies {len(copied)} of the cache's arrays"] if copied else []
+    rows = batch * plan.params.drafter.topology.shape.num_nodes
+    products = sum(leaf.size for leaf in jax.tree.leaves(model.params) if leaf.ndim == 2) - 512 * heads * head_dim
+    least = 2 * rows * products + layers * 4 * rows * heads * cache[2] * head_dim
+    flops = executable.cost_analysis()["flops"]
+    if flops < least:
+        wrong.append(f"{name}: {flops:.3g} flops are counted, fewer than the target's {least:.3g}: the kernel is not")
+    temporary = executable.memory_analysis().temp_size_in_bytes
+    line = (
+        f"{name:60}temp {temporary / 2**20:6.2f} MiB  {flops / 1e9:7.2f} Gflop a round, the target's {least / 1e9:.2f}"
+    )
+    return line, wrong
+
+
 def main() -> int:
     """Compile everything and print the table."""
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # its lock guards a device, and there is none
@@ -194,6 +251,10 @@ def main() -> int:
             sharding = target.sharding()
             for shape in (*SHAPES, *ONLY[target.implementation]):
                 line, problems = check(target, shape, sharding, reports)
+                print(line, flush=True)
+                wrong += problems
+            if target.platform == "tpu":
+                line, problems = check_loop(target)
                 print(line, flush=True)
                 wrong += problems
     for problem in wrong:

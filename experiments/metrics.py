@@ -13,6 +13,10 @@ from experiments import sweep
 
 type Row = Mapping[str, Any]
 
+# Settings of [decode] that a method's name, its drafts or a panel's title tell.
+SHOWN = "drafts combine builder tree dynamic.width dynamic.depth dynamic.nodes lookup.branches lookup.length".split()
+SHOWN += "verifier temperature top_k top_p".split()
+
 
 def frame(records: Sequence[Row], order: Sequence[str]) -> pd.DataFrame:
     """Records as a table, a row per cell and prompt, cells in the given order."""
@@ -55,7 +59,7 @@ def acceptance_by_depth(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def panels(summary: pd.DataFrame) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Cells to be compared with one another, under a title: those with one warp, draft mode and verifier.
+    """Cells to be compared with one another, under a title: those with one warp and verifier, whatever drafts them.
 
     Incremental cells stand in every panel of their warp.
     """
@@ -66,21 +70,24 @@ def panels(summary: pd.DataFrame) -> list[tuple[str, list[dict[str, Any]]]]:
     found = []
     for name, rows in warps.items():
         plain = [row for row in rows if not row["ssms"]]
-        methods = dict.fromkeys((row["verifying"], row["drafting"]) for row in rows if row["ssms"])
-        for method in methods:
-            group = [row for row in rows if row["ssms"] and (row["verifying"], row["drafting"]) == method]
-            found.append((f"{name}, {method[1]} drafts verified by {method[0]}", plain + group))
-        if not methods:
+        verifiers = dict.fromkeys(row["verifying"] for row in rows if row["ssms"])
+        for verifier in verifiers:
+            group = [row for row in rows if row["ssms"] and row["verifying"] == verifier]
+            modes = {row["drafting"] for row in group} - {""}
+            drafts = f"{modes.pop()} drafts" if len(modes) == 1 else "drafts"
+            found.append((f"{name}, {drafts} verified by {verifier}", plain + group))
+        if not verifiers:
             found.append((name, plain))
     return found
 
 
 def varying(summary: pd.DataFrame) -> list[str]:
-    """Settings that the sweep varies beyond tree, drafts, warp, draft mode and verifier."""
-    shown = {"decode.tree", "decode.drafts", "models.drafts", "run.name"}
-    shown |= {f"decode.{name}" for name in ("temperature", "top_k", "top_p", "draft_mode", "verifier")}
+    """Columns that differ beyond method, drafts, warp and verifier: settings, and how draws are made."""
+    shown = {"models.drafts", "run.name", *(f"decode.{name}" for name in (*SHOWN, "draft_mode"))}
     names = [str(name) for name in summary.columns if str(name).split(".")[0] in ("run", "models", "decode")]
-    return [name for name in names if name not in shown and len(set(summary[name])) > 1]
+    found = [name for name in names if name not in shown and len(set(summary[name])) > 1]
+    modes = set(summary["drafting"]) - {""}
+    return [*(["drafting"] if len(modes) > 1 else []), *found]
 
 
 def warp_name(temperature: float, top_k: int, top_p: float) -> str:
@@ -118,9 +125,9 @@ def _summary(rows: Sequence[Row]) -> dict[str, Any]:
     settings = {name: value for name, value in first.items() if name.split(".")[0] in ("run", "models", "decode")}
     return {
         "cell": first["cell"],
-        "method": sweep.label(first["decode.tree"]),
+        "method": first["method"],
         "ssms": short_names(first["decode.drafts"]),
-        "drafting": first["decode.draft_mode"] if first["decode.drafts"] else "",
+        "drafting": first["decode.draft_mode"] if set(first["decode.drafts"]) - {sweep.LOOKUP} else "",
         "verifying": first["decode.verifier"] if first["decode.drafts"] else "",
         "prompts": len(rows),
         **total,

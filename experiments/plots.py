@@ -126,7 +126,8 @@ def _styles(summary: pd.DataFrame) -> dict[str, dict[str, Any]]:
 
 
 def _name(row: Row, varying: Sequence[str]) -> str:
-    parts = [row["method"], row["ssms"], *(f"{name.rpartition('.')[2]}={row[name]}" for name in varying)]
+    settings = [f"{name.rpartition('.')[2]}={row[name]}" for name in varying if row[name] != ""]
+    parts = [row["method"], row["ssms"], *settings]
     return "  ".join(filter(None, parts))
 
 

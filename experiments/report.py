@@ -35,7 +35,7 @@ class Column(NamedTuple):
 
 COLUMNS = (
     Column("method", lambda row: row["method"], left=True, code=True),
-    Column("SSMs", lambda row: row["ssms"], left=True),
+    Column("drafts", lambda row: row["ssms"], left=True),
     Column("drafted", lambda row: f"{row['drafted']}", roomy=True),
     Column("accepted", lambda row: f"{row['accepted']}", roomy=True),
     Column("steps", lambda row: f"{row['steps']}"),
@@ -143,7 +143,7 @@ def _markdown(header: Mapping[str, Any], table: pd.DataFrame, summary: pd.DataFr
         f"# {run['name']}",
         "",
         f"{done} of {len(cells)} cells are finished. Target `{models['target']}`"
-        + (f", SSMs {', '.join(f'`{path}`' for path in models['drafts'])}" if models["drafts"] else "")
+        + (f", drafts {', '.join(f'`{path}`' for path in models['drafts'])}" if models["drafts"] else "")
         + f"; {models['dtype']}, {header['inputs']['device']}.",
         "",
         f"{len(by_prompt)} prompts of {run['prompts']}, {min(lengths)} to {max(lengths)} tokens"

@@ -1,6 +1,7 @@
 """Run a sweep: `python -m experiments.run configs/quickstart.toml [--set a.b=value] [--out DIR]`."""
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import hashlib
@@ -13,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +49,8 @@ class Workshop:
         self.draft = functools.cache(self._load_draft)
         self.prompts = functools.cache(_load_prompts)
         self.baseline = functools.cache(self._baseline)
-        trees = [sweep.topology(cell.config.decode.tree) for cell in cells if cell.config.decode.tree]
+        trees = [sweep.builder(cell.config.decode) for cell in cells]
+        trees = [tree for tree in trees if isinstance(tree, sj.Topology)]
         self._bounds = sj.common_shape(trees) if trees else None
 
     def check(self, cells: Sequence[Cell]) -> dict[str, str]:
@@ -62,6 +64,7 @@ class Workshop:
         """
         problems: list[str] = []
         fingerprints = {}
+        pairs = set()
         for cell in cells:
             experiment = cell.config
             try:
@@ -69,11 +72,16 @@ class Workshop:
                     fingerprints[path] = _fingerprint(path)
                 texts = self.prompts(*_prompt_key(experiment))
                 fingerprints[experiment.run.prompts] = prompts.fingerprint(texts)
-                sj.stream(**self._call(experiment, texts))  # checks its input, and does nothing until it is iterated
+                call = self._call(experiment, texts)
+                for path, draft in zip(experiment.models.drafts, call["drafts"]):
+                    if (experiment.models.target, path) not in pairs:
+                        sj.check_pair(call["target"], draft)
+                        pairs.add((experiment.models.target, path))
+                sj.stream(**call)  # checks its input, and does nothing until it is iterated
             except ConfigError as error:
                 problems += error.problems
             except (ValueError, OSError) as error:
-                problems.append(f"{cell.where}{sweep.label(experiment.decode.tree)}: {error}")
+                problems.append(f"{cell.where}{sweep.label(experiment.decode)}: {error}")
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
         return fingerprints
@@ -129,13 +137,21 @@ class Workshop:
     def _call(self, experiment: Experiment, batch: Sequence[Prompt], first: int = 0) -> dict[str, Any]:
         """Arguments of ``generate`` for a batch that begins at prompt ``first``."""
         run, models, decode = experiment.run, experiment.models, experiment.decode
-        tree = sweep.topology(decode.tree) if decode.tree else None
-        if tree is not None and run.padded and self._bounds is not None:
+        target = self.model(models.target, models.attention, models.dtype)
+        tree = sweep.builder(decode)
+        if isinstance(tree, sj.Topology) and run.padded and self._bounds is not None:
             tree = tree.pad(self._bounds)
+        directories = iter(models.drafts)  # of a cell, in the order of decode.drafts
+        drafts = [
+            sj.draft.prompt_lookup(target.vocab_size, **dataclasses.asdict(decode.lookup))
+            if name == sweep.LOOKUP
+            else self.draft(next(directories), models.target, models.attention, models.dtype)
+            for name in decode.drafts
+        ]
         return {
-            "target": self.model(models.target, models.attention, models.dtype),
+            "target": target,
             "prompts": [list(prompt.tokens) for prompt in batch],
-            "drafts": [self.draft(path, models.target, models.attention, models.dtype) for path in models.drafts],
+            "drafts": drafts,
             "tree": tree,
             "draft_mode": decode.draft_mode,
             "verifier": decode.verifier,
@@ -228,6 +244,7 @@ def _rows(cell: Cell, workshop: Workshop, session: int, tick: Callable[[float], 
     return [
         {
             "cell": cell.id,
+            "method": sweep.label(experiment.decode),
             "prompt": number,
             "name": text.name,
             "session": session,
@@ -284,23 +301,31 @@ def _counts(measured: Measured) -> dict[str, Any]:
 def _settings(experiment: Experiment) -> dict[str, Any]:
     """The cell's config under dotted names."""
     tables = config.to_dict(experiment)
-    return {f"{part}.{name}": tables[part][name] for part in ("run", "models", "decode") for name in tables[part]}
+    return _flat({part: tables[part] for part in ("run", "models", "decode")}, "")
+
+
+def _flat(tables: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    found = {}
+    for name, value in tables.items():
+        inner = _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        found |= inner
+    return found
 
 
 def _title(experiment: Experiment) -> str:
     decode = experiment.decode
     warp = metrics.warp_name(decode.temperature, decode.top_k, decode.top_p)
     if decode.incremental:
-        return f"{sweep.label(decode.tree)}, {warp}"
-    return f"{sweep.label(decode.tree)} {metrics.short_names(decode.drafts)}, {decode.verifier}, {warp}"
+        return f"{sweep.label(decode)}, {warp}"
+    return f"{sweep.label(decode)} {metrics.short_names(decode.drafts)}, {decode.verifier}, {warp}"
 
 
 def _load_model(path: str, attention: str | None, dtype: str) -> sj.Model:
-    return sj.load_model(config.resolve(path), attention=attention, dtype=dtype)
+    return sj.load_model(_directory(path), attention=attention, dtype=dtype)
 
 
 def _load_prompts(target: str, source: str, num_prompts: int, max_tokens: int) -> list[Prompt]:
-    tokenizer = sj.load_tokenizer(config.resolve(target))
+    tokenizer = sj.load_tokenizer(_directory(target))
     return prompts.load(source, num_prompts=num_prompts, max_tokens=max_tokens, tokenizer=tokenizer)
 
 
@@ -309,9 +334,15 @@ def _prompt_key(experiment: Experiment) -> tuple[str, str, int, int]:
     return experiment.models.target, run.prompts, run.num_prompts, run.max_prompt_tokens
 
 
+def _directory(path: str) -> pathlib.Path:
+    """A model's directory, relative to the repository; where there is none, a copy of the hub's model of this id."""
+    local = config.resolve(path)
+    return local if local.exists() else config.resolve(str(sj.models.find_model(path)))
+
+
 def _fingerprint(path: str) -> str:
     """Ten hex digits that change when a model does: from its files' names and contents."""
-    directory = config.resolve(path)
+    directory = _directory(path)
     if not (directory / "config.json").is_file():
         raise ConfigError(
             [f"models: no config.json in {directory}; expected a model directory in the Hugging Face layout"]

@@ -3,14 +3,18 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from experiments import config
 from experiments.config import ConfigError, setting
+from specjax import draft
 from specjax.tree import Topology
+from specjax.types import Drafter, Model
 
 type Tree = tuple[int, ...] | tuple[tuple[int, ...], ...]
+
+LOOKUP = "prompt_lookup"  # in decode.drafts: a source that needs no directory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """Model directories in the Hugging Face layout; relative paths start at the repository."""
+    """Model directories in the Hugging Face layout, relative to the repository; or ids on its hub (``org/name``)."""
 
     target: str = setting()
     drafts: tuple[str, ...] = ()
@@ -45,11 +49,38 @@ class Models:
 
 
 @dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """Bounds of a tree whose shape is decided while it is drafted (``specjax.draft.grow``)."""
+
+    width: int = setting(6, low=1)  # nodes expanded at each depth, and draws at each of them
+    depth: int = setting(5, low=1)
+    nodes: int = setting(21, low=1)  # below the root
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """Settings of prompt lookup (``specjax.draft.prompt_lookup``)."""
+
+    branches: int = setting(3, low=1)  # matches followed
+    length: int = setting(7, low=1)  # tokens copied from each
+    min_match: int = setting(2, low=1)  # tokens that must agree
+    max_match: int = setting(8, low=1)  # tokens compared
+
+    def __post_init__(self):
+        if self.max_match < self.min_match:
+            raise ValueError(f"max_match: expected >= min_match, which is {self.min_match}; got {self.max_match}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Decode:
     """The method of one cell; with no tree and no drafts it is incremental decoding."""
 
-    tree: Tree = setting((), low=0)  # an expansion schedule such as [3, 2, 1, 1], or paths such as [[0], [1], [0, 0]]
-    drafts: tuple[str, ...] = ()  # the last part of the directories in models.drafts; several are an ensemble
+    drafts: tuple[str, ...] = ()  # the last part of directories in models.drafts, or "prompt_lookup"
+    combine: Literal["union", "first"] = "union"  # of several drafts: their trees merged, or the first that proposes
+    builder: Literal["static", "expand_and_rerank", "grow"] = "static"  # what shapes the trees of models
+    tree: Tree = setting((), low=0)  # static: a schedule such as [3, 2, 1, 1], or paths such as [[0], [1], [0, 0]]
+    dynamic: Dynamic = dataclasses.field(default_factory=Dynamic)  # the other builders
+    lookup: Lookup = dataclasses.field(default_factory=Lookup)
     draft_mode: str = "top_k"
     verifier: str = "naive_sampling"
     temperature: float = setting(0.0, low=0.0)
@@ -119,7 +150,7 @@ def cells(experiment: Experiment) -> list[Cell]:
                     raise ConfigError([f"{key}: not a setting; sweep keys are dotted, such as decode.tree"])
                 raw = config.replace(raw, key, value)
             full = config.from_dict(Experiment, raw)
-            used.update(_drafts(full).values())
+            used.update(_directories(full).values())
             own = _canonical(full)
         except ConfigError as error:
             for problem in error.problems:
@@ -147,6 +178,20 @@ def baseline(experiment: Experiment) -> Experiment:
     )
 
 
+def builder(decode: Decode) -> Topology | Callable[[Model, str], Drafter] | None:
+    """What shapes the trees of a cell's models; None where it has none.
+
+    Raises:
+      ValueError: if its settings are no tree.
+    """
+    if set(decode.drafts) <= {LOOKUP}:
+        return None
+    if decode.builder == "static":
+        return topology(decode.tree)
+    makers = {"expand_and_rerank": draft.expand_and_rerank, "grow": draft.grow}
+    return makers[decode.builder](**dataclasses.asdict(decode.dynamic))
+
+
 def topology(tree: Tree) -> Topology:
     """The library's tree of a schedule or of paths.
 
@@ -158,13 +203,28 @@ def topology(tree: Tree) -> Topology:
     return Topology.from_paths(paths) if paths else Topology.from_schedule(schedule)
 
 
-def label(tree: Tree) -> str:
-    """A method's name: ``incremental``, ``<3,2,1,1>``, or ``paths(7)`` for seven nodes given as paths."""
-    if not tree:
-        return "incremental"
-    if isinstance(tree[0], int):
-        return f"<{','.join(map(str, tree))}>"
-    return f"paths({len(tree)})"
+def label(decode: Decode) -> str:
+    """A method's name, whatever its drafts: ``incremental``, ``<3,2,1,1>``, or ``paths(7)`` for seven nodes as paths.
+
+    ``grow(6x5:21)`` is 21 nodes out of a width of 6 and a depth of 5, ``copy(3x7)`` three matches of seven tokens, and
+    ``copy(3x7) + <3,2,1,1>`` the union of two.
+    """
+    parts = [_copies(decode) if name == LOOKUP else _shape(decode) for name in decode.drafts]
+    between = " + " if decode.combine == "union" else " or "
+    return between.join(dict.fromkeys(parts)) or "incremental"
+
+
+def _copies(decode: Decode) -> str:
+    return f"copy({decode.lookup.branches}x{decode.lookup.length})"
+
+
+def _shape(decode: Decode) -> str:
+    if decode.builder != "static":
+        size = decode.dynamic
+        return f"{decode.builder}({size.width}x{size.depth}:{size.nodes})"
+    if isinstance(decode.tree[0], int):
+        return f"<{','.join(map(str, decode.tree))}>"
+    return f"paths({len(decode.tree)})"
 
 
 def _points(blocks: Sequence[Block]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -210,35 +270,56 @@ def _lists(raw: Mapping[str, Any], name: str, prefix: str) -> dict[str, list]:
     return found
 
 
-def _drafts(experiment: Experiment) -> dict[str, str]:
-    """The drafts of a cell, name to path, in the order decode.drafts gives them."""
+def _directories(experiment: Experiment) -> dict[str, str]:
+    """The draft models of a cell, name to path, in the order decode.drafts gives them."""
     paths = {path.rstrip("/").rpartition("/")[2]: path for path in experiment.models.drafts}
     known, decode = ", ".join(paths) or "none", experiment.decode
+    named = [name for name in decode.drafts if name != LOOKUP]
     problems = []
     if len(paths) < len(experiment.models.drafts):
         problems.append(f"models.drafts: directory names must differ, since they name the drafts; got {known}")
+    if LOOKUP in paths:
+        problems.append(f"models.drafts: {LOOKUP!r} names a source that needs no directory; rename {paths[LOOKUP]!r}")
     problems += [
-        f"decode.drafts: {name!r} is not among models.drafts ({known})" for name in decode.drafts if name not in paths
+        f"decode.drafts: {name!r} is neither among models.drafts ({known}) nor {LOOKUP!r}"
+        for name in named
+        if name not in paths
     ]
     if len(set(decode.drafts)) < len(decode.drafts):
         problems.append(f"decode.drafts: {', '.join(decode.drafts)} names a draft twice")
     if decode.tree and not decode.drafts:
         problems.append(f"decode.drafts: a tree needs a draft model to fill it; name some of models.drafts ({known})")
-    if decode.drafts and not decode.tree:
+    if named and decode.builder == "static" and not decode.tree:
         problems.append("decode.tree: drafts need a tree to fill, such as [3, 2, 1, 1]")
-    if decode.tree:
+    else:
         try:
-            topology(decode.tree)
+            builder(decode)
         except ValueError as error:
-            problems.append(f"decode.tree: {error}")
+            problems.append(f"decode.{'tree' if decode.builder == 'static' else 'dynamic'}: {error}")
     if problems:
         raise ConfigError(problems)
-    return {name: paths[name] for name in decode.drafts}
+    return {name: paths[name] for name in named}
 
 
 def _canonical(experiment: Experiment) -> Experiment:
     """A cell with only what it uses, so that equal work has one id."""
     if experiment.decode.incremental:
         return baseline(experiment)
-    drafts = tuple(_drafts(experiment).values())
-    return dataclasses.replace(experiment, models=dataclasses.replace(experiment.models, drafts=drafts), sweep=())
+    directories, decode, unused = tuple(_directories(experiment).values()), experiment.decode, Decode()
+    names = []
+    if not directories:
+        names += ["builder", "draft_mode"]
+    if not directories or decode.builder != "static":
+        names.append("tree")
+    if not directories or decode.builder == "static":
+        names.append("dynamic")
+    if LOOKUP not in decode.drafts:
+        names.append("lookup")
+    if len(decode.drafts) == 1:
+        names.append("combine")
+    return dataclasses.replace(
+        experiment,
+        models=dataclasses.replace(experiment.models, drafts=directories),
+        decode=dataclasses.replace(decode, **{name: getattr(unused, name) for name in names}),
+        sweep=(),
+    )

@@ -23,7 +23,7 @@ from experiments import config as configs
 from experiments import corpus as corpora
 from experiments.fit import check_unchanged, fit, plot_losses, read_log
 from specjax.models import (
-    DecoderConfig,
+    EagleConfig,
     MedusaConfig,
     eagle_model,
     init_eagle,
@@ -165,7 +165,7 @@ def read_by_target(
 class Trainee(NamedTuple):
     """One kind of heads: its shape, where it starts, a step of its training, and what is measured of it."""
 
-    config: MedusaConfig | DecoderConfig
+    config: MedusaConfig | EagleConfig
     start: TrainState
     step: Callable[[TrainState, Any], tuple[TrainState, jax.Array]]
     measure: Callable[..., tuple[jax.Array, list[jax.Array]]]  # (params, target's, tokens, hidden) -> loss, ranks
@@ -203,7 +203,7 @@ def eagle(run: Eagle, heads: Heads, target: Model, text: Text) -> Trainee:
     assert target.embed is not None
     assert target.head is not None
     head, optimizer = target.head, _optimizer(run.schedule)
-    config = DecoderConfig(
+    config = EagleConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         intermediate_size=run.intermediate_size,
@@ -212,7 +212,6 @@ def eagle(run: Eagle, heads: Heads, target: Model, text: Text) -> Trainee:
         num_kv_heads=run.num_kv_heads,
         head_dim=run.head_dim,
         max_positions=target.max_positions,
-        tied_head=True,
     )
     tokens, hidden = text.at(slice(_ROWS))
     embedded = target.embed(target.params, tokens)

@@ -50,23 +50,31 @@ class KVCache:
           rows: [B, R] int32 tree-buffer rows; they need not be contiguous, since an accepted path is not.
           counts: [B] int32, how many of them to keep (the rest are ignored); lengths grow by this much.
         """
-        offsets = jnp.arange(rows.shape[1])
+        batch, width = rows.shape
+        capacity = self.k[0].shape[2]
+        # The kept rows land side by side, in one window per sequence; near the end of the cache it starts early.
+        starts = jnp.clip(self.lengths, 0, capacity - width)
+        places = jnp.arange(width) - (self.lengths - starts)[:, None]
+        kept = (places >= 0) & (places < counts[:, None])
+        rows = jnp.take_along_axis(rows, jnp.clip(places, 0, width - 1), axis=1)
 
-        def move(cache: jax.Array, tree: jax.Array) -> jax.Array:
-            # Gathered first, then written: reading and writing one buffer at a shift is miscompiled by XLA's CPU
-            # backend. Rows not kept are sent out of bounds and dropped, so nothing past the new length is touched.
-            def one(cache: jax.Array, tree: jax.Array, rows: jax.Array, count: jax.Array, length: jax.Array):
-                kept = jnp.take(tree, rows, axis=1, mode="clip")
-                target = jnp.where(offsets < count, length + offsets, cache.shape[1])
-                return cache.at[:, target].set(kept, mode="drop")
+        # One sequence after the other, slices only: a gather or scatter over the batch makes a TPU turn the whole cache
+        # around first, and back afterwards. The accepted rows are gathered from the small tree buffer before.
+        accepted = [jnp.take_along_axis(tree, rows[:, None, :, None], axis=2) for tree in (*self.k_tree, *self.v_tree)]
 
-            return jax.vmap(one)(cache, tree, rows, counts, self.lengths)
+        def one(sequence: jax.Array, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            def move(cache: jax.Array, accepted: jax.Array) -> jax.Array:
+                where = (sequence, 0, starts[sequence], 0)
+                window = jax.lax.dynamic_slice(cache, where, (1, cache.shape[1], width, cache.shape[3]))
+                own = jax.lax.dynamic_index_in_dim(accepted, sequence)
+                window = jnp.where(kept[sequence][:, None], own, window)
+                return jax.lax.dynamic_update_slice(cache, window, where)
 
+            return tuple(map(move, buffers, accepted))
+
+        buffers = jax.lax.fori_loop(0, batch, one, (*self.k, *self.v))
         return dataclasses.replace(
-            self.discard(),
-            k=tuple(map(move, self.k, self.k_tree)),
-            v=tuple(map(move, self.v, self.v_tree)),
-            lengths=self.lengths + counts,
+            self.discard(), k=buffers[: len(self.k)], v=buffers[len(self.k) :], lengths=self.lengths + counts
         )
 
     def discard(self) -> "KVCache":

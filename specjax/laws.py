@@ -49,6 +49,21 @@ def law_key(laws: Sequence[str]) -> str:
     return f"{laws[0]} x sources" if len(set(laws)) == 1 else " + ".join(laws)
 
 
+def grown(law: str) -> str:
+    """The law of a tree that grows by what was drawn: each draw is one of ``law``, but how many a node has is random.
+
+    Whether a draw exists depends on draws made before it, here and elsewhere in the tree, and never on its own token.
+    Then a verifier stays exact if the last draw of a node without anything below it, averaged over its token, changes
+    nothing: so it is where draws are tested one by one, and not where their number, or which is the last, matters.
+    """
+    return f"grown {law}"
+
+
+def drawn_by(law: str) -> str:
+    """The law of each draw of a tree: ``law`` itself, or that by which it has grown."""
+    return law.removeprefix("grown ")
+
+
 def gumbel_noise(key: jax.Array, vocab_size: int, dtype: Any = jnp.float32) -> jax.Array:
     """[V] standard Gumbel noise. ``shared_gumbel`` drafting and the emission it anticipates both call this."""
     return jax.random.gumbel(key, (vocab_size,), dtype)

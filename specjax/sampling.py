@@ -27,8 +27,8 @@ class Warp:
     def __call__(self, logits: jax.Array) -> jax.Array:
         """Probabilities [..., V] from logits [..., V]; the warp's fields broadcast against the leading axes.
 
-        Work that no row asks for (the filters, the argmax of greedy rows) is skipped at run time. Under ``vmap`` it would
-        not be, so the library calls this on whole batches.
+        Work that no row asks for (the filters, the argmax of greedy rows) is skipped at run time. Under ``vmap`` it
+        would not be, so the library calls this on whole batches.
         """
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         temperature, top_k, top_p = (
@@ -59,8 +59,8 @@ class Warp:
 def _likeliest(probs: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:
     """The fewest most likely tokens whose weights add up to ``enough``; of equally likely ones, the lower ids first.
 
-    Without a sort, which takes many times longer on a CPU, and on a TPU half a minute to compile: the probability of the
-    last token kept is found by bisection over its bits, which order nonnegative floats as they order integers.
+    Without a sort, which takes longer to run and, on a TPU, half a minute to compile: the probability of the last token
+    kept is found by bisection over its bits, which order nonnegative floats as they order integers.
 
     Args:
       probs: [..., V] >= 0.

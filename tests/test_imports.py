@@ -121,7 +121,7 @@ def declared_modules(extra: str | None) -> set[str]:
     requirements = project["dependencies"] + (project["optional-dependencies"][extra] if extra else [])
     names = {re.split(r"[^A-Za-z0-9-]", requirement)[0].lower() for requirement in requirements}
     by_module = metadata.packages_distributions()
-    return {module for module, dists in by_module.items() if names & {dist.lower() for dist in dists}}
+    return {module for module, dists in by_module.items() if names & {dist.lower().replace("_", "-") for dist in dists}}
 
 
 def test_every_file_has_a_room_and_every_room_has_files():

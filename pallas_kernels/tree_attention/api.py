@@ -24,6 +24,7 @@ class TreeAttention(Protocol):
         *,
         prefix_lengths: jax.Array,
         tree_mask: jax.Array,
+        window: int | None,
     ) -> jax.Array: ...
 
 

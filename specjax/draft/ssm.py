@@ -1,6 +1,7 @@
 """Drafting with a small language model (SSM): expand a topology level by level, drawing from the proposal law."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,14 +12,14 @@ from specjax.laws import LAWS, Law
 from specjax.mask import ancestor_mask
 from specjax.sampling import Warp, fold_in
 from specjax.tree import TokenTree, Topology, TreeShape
-from specjax.types import Drafter, Emission, Model, PyTree, RoundKeys, TreeMask
+from specjax.types import Drafter, Emission, Forward, Model, PyTree, RoundKeys, TreeMask
 
 
 class SsmParams(NamedTuple):
     """Data of an SSM drafter."""
 
     model: PyTree
-    topology: Topology
+    topology: Topology | None  # None where the tree's shape is decided while it is drafted
 
 
 class SsmState(NamedTuple):
@@ -58,17 +59,30 @@ def ssm(model: Model, topology: Topology, law: str) -> Drafter:
             f"the tree has {topology.shape.num_draws} draws at a node, more than the vocabulary's {model.vocab_size} "
             f"tokens, and {law} draws are distinct; narrow the tree"
         )
-    if model.max_depth is not None and topology.shape.depth > model.max_depth:
+    expand = _expander(model.forward, model.max_positions, LAWS[law], topology.shape)
+    return model_drafter(model, topology, expand, topology.shape.depth, law)
+
+
+def model_drafter(
+    model: Model, topology: Topology | None, expand: Callable[..., TokenTree], max_depth: int, law: str
+) -> Drafter:
+    """The drafter of a model whose trees are made by ``expand``, be their shape given or decided on the way.
+
+    ``expand(params: SsmParams, keys, cache, logits [B, V], roots [B], warp) -> TokenTree`` drafts behind caches that
+    hold everything up to and including the roots, ``logits`` being those after them.
+
+    Raises:
+      ValueError: for a tree deeper than the model can draft.
+    """
+    if model.max_depth is not None and max_depth > model.max_depth:
         raise ValueError(
-            f"the tree is {topology.shape.depth} levels deep, and the draft model drafts {model.max_depth} tokens "
-            "ahead at most (Medusa has a head for each); flatten the tree"
+            f"the tree is {max_depth} levels deep, and the draft model drafts {model.max_depth} tokens ahead at most "
+            "(Medusa has a head for each); flatten the tree"
         )
-    reads = model.reads_hidden is not None
-    functions = _functions(model.forward, model.init_cache, LAWS[law], topology.shape, model.max_positions, reads)
     return Drafter(
-        *functions,
+        *_functions(model.forward, model.init_cache, expand, max_depth, model.reads_hidden is not None),
         params=SsmParams(model.params, topology),
-        max_depth=topology.shape.depth,
+        max_depth=max_depth,
         laws=(law,),
         vocab_size=model.vocab_size,
         max_positions=model.max_positions,
@@ -78,22 +92,21 @@ def ssm(model: Model, topology: Topology, law: str) -> Drafter:
 
 # Compiled code is reused when these functions are the same objects: hence one set per architecture, law and shape.
 @functools.cache
-def _functions(forward, init_cache, law: Law, shape: TreeShape, max_positions: int, reads_hidden: bool):
+def _functions(forward, init_cache, expand: Callable[..., TokenTree], max_depth: int, reads_hidden: bool):
     def init(params: SsmParams, tokens: jax.Array, lengths: jax.Array, hidden: jax.Array | None) -> SsmState:
         batch, capacity = tokens.shape
         known = hidden if reads_hidden else None
         before = None if known is None else jnp.pad(known, ((0, 0), (1, 0), (0, 0)))[:, :-1]
         cache = init_cache(batch, capacity)
         *_, cache = prefill.prefill(forward, params.model, cache, tokens, lengths, before=before)
-        return SsmState(cache, jnp.zeros((batch, shape.depth + 1), jnp.int32), jnp.zeros((batch,), jnp.int32))
+        return SsmState(cache, jnp.zeros((batch, max_depth + 1), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def propose(
         params: SsmParams, keys: RoundKeys, state: SsmState, roots: jax.Array, warp: Warp
     ) -> tuple[TokenTree, SsmState]:
         cache, pending, counts, before = state
         logits, cache = prefill.extend(forward, params.model, cache, pending, counts, before=before)
-        tree = _expand(forward, params, law, shape, max_positions, keys, cache, logits, roots, warp)
-        return tree, state._replace(cache=cache)
+        return expand(params, keys, cache, logits, roots, warp), state._replace(cache=cache)
 
     def commit(params: SsmParams, state: SsmState, emission: Emission, hidden: jax.Array | None) -> SsmState:
         del params
@@ -106,24 +119,66 @@ def _functions(forward, init_cache, law: Law, shape: TreeShape, max_positions: i
     return init, propose, commit
 
 
-def _expand(forward, params, law, shape, max_positions, keys, cache, root_logits, roots, warp) -> TokenTree:
-    """Draft trees [B, ..] from caches that hold everything up to and including the roots."""
+def draw_level(
+    law: Law,
+    keys: RoundKeys,
+    warp: Warp,
+    logits: jax.Array,
+    depth: int,
+    marks: jax.Array,
+    arity: int,
+    counts: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What the nodes of one depth draw: q [B, W, V], tokens [B, W, arity] and which of them are valid.
+
+    Args:
+      law: how they draw.
+      keys, warp: of the batch.
+      logits: [B, W, V] after each node.
+      depth: of the nodes.
+      marks: [W] int32, by which the noise of the tree's nodes is told apart.
+      arity: room for draws.
+      counts: [W] int32 draws that each node takes.
+    """
+    fields = (warp.temperature, warp.top_k, warp.top_p)
+    q = Warp(*(jnp.asarray(field)[:, None] for field in fields))(logits)
+    if law.shares_emission:
+        node_keys = jnp.broadcast_to(fold_in(keys.emit, keys.positions + depth)[:, None], logits.shape[:2])
+    else:
+        node_keys = jax.vmap(lambda key: jax.vmap(lambda mark: jax.random.fold_in(key, mark))(marks))(keys.draft)
+    sample = jax.vmap(lambda key, q, count: law.sample(key, q, arity, count))
+    return q, *jax.vmap(sample, in_axes=(0, 0, None))(node_keys, q, counts)
+
+
+def feed_level(
+    forward: Forward, params: PyTree, max_positions: int, cache: PyTree, tokens: jax.Array, seen: jax.Array, depth: int
+) -> tuple[jax.Array, PyTree]:
+    """Feed the nodes [B, W] of one depth, each seeing the committed prefix and its rows of the tree buffer [B, W, M].
+
+    Returns:
+      The logits [B, W, V] after them, and the cache with their rows behind those of the depths above.
+    """
+    positions = jnp.minimum(cache.lengths + depth - 1, max_positions - 1)
+    positions = jnp.broadcast_to(positions[:, None], tokens.shape)
+    out = forward(params, tokens, positions, TreeMask(cache.lengths, seen), cache)
+    return out.logits, out.cache
+
+
+@functools.cache
+def _expander(forward, max_positions: int, law: Law, shape: TreeShape) -> Callable[..., TokenTree]:
+    return functools.partial(_expand, forward, max_positions, law, shape)
+
+
+def _expand(forward, max_positions, law, shape, params, keys, cache, root_logits, roots, warp) -> TokenTree:
+    """Draft trees [B, ..] of a given topology."""
     topology, batch = params.topology, roots.shape[0]
     ancestors = ancestor_mask(topology.parents)
-    row_warp = Warp(*(field[:, None] for field in (warp.temperature, warp.top_k, warp.top_p)))
 
     def draw(level: int, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [B, W, V], draws [B, W, K] and their validity at one level, K being the tree's largest arity."""
-        q = row_warp(logits)
+        """One level's draws, with room for the tree's largest arity."""
         slots, arity = topology.levels[level], shape.arities[level]
-        if law.shares_emission:
-            level_keys = fold_in(keys.emit, keys.positions + level)
-            node_keys = jnp.broadcast_to(level_keys[:, None], (batch, len(slots)))
-        else:
-            node_keys = jax.vmap(lambda key: jax.vmap(lambda slot: jax.random.fold_in(key, slot))(slots))(keys.draft)
         counts = jnp.take(topology.num_draws, slots, mode="fill", fill_value=0)
-        sample = jax.vmap(lambda key, q, count: law.sample(key, q, arity, count))
-        tokens, valid = jax.vmap(sample, in_axes=(0, 0, None))(node_keys, q, counts)
+        q, tokens, valid = draw_level(law, keys, warp, logits, level, slots, arity, counts)
         spare = ((0, 0), (0, 0), (0, shape.num_draws - arity))
         return q, jnp.pad(tokens, spare), jnp.pad(valid, spare)
 
@@ -143,11 +198,10 @@ def _expand(forward, params, law, shape, max_positions, keys, cache, root_logits
         tokens = draw_tokens[-1][:, parents, ranks]
         alive.append(alive[-1][:, parents] & draw_valid[-1][:, parents, ranks] & (slots < shape.num_nodes))
         end = start + width
-        tree_mask = jnp.broadcast_to(seen[start:end, :end], (batch, width, end))
-        positions = jnp.broadcast_to(jnp.minimum(cache.lengths + level - 1, max_positions - 1)[:, None], (batch, width))
-        out = forward(params.model, tokens, positions, TreeMask(cache.lengths, tree_mask), cache)
-        cache, start = out.cache, end
-        for into, part in zip((qs, draw_tokens, draw_valid), draw(level, out.logits)):
+        sees = jnp.broadcast_to(seen[start:end, :end], (batch, width, end))
+        logits, cache = feed_level(forward, params.model, max_positions, cache, tokens, sees, level)
+        start = end
+        for into, part in zip((qs, draw_tokens, draw_valid), draw(level, logits)):
             into.append(part)
 
     join = functools.partial(jnp.concatenate, axis=1)

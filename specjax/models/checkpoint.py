@@ -1,38 +1,35 @@
 """Models from and to Hugging Face directories: config.json, safetensors with or without an index."""
 
-import contextlib
-import json
+import math
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import safetensors
 import safetensors.numpy
 from flax import nnx
 
 from pallas_kernels.tree_attention import TreeAttention
-from specjax.models.config import DecoderConfig, from_hugging_face, to_hugging_face
-from specjax.models.decoder import abstract_decoder, make_model
+from specjax.models.config import DecoderConfig
+from specjax.models.decoder import abstract_decoder, decoder_functions
+from specjax.models.families import HEAD, PREFIX, from_hugging_face, tensor_name, to_hugging_face
+from specjax.models.files import DTYPES, INDEX, WEIGHTS, Stored, read_json, stored_tensors, write_json
+from specjax.models.hub import find_model
 from specjax.types import Model, PyTree
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
-
-def _tensor_name(path: tuple[Any, ...]) -> str:
-    """The Hugging Face name of the parameter at a path of ``Decoder``."""
-    parts = [str(part) for part in path]
-    if parts[-1] in ("kernel", "scale"):
-        parts[-1] = "weight"
-    elif parts[-1] == "embed_tokens":
-        parts.append("weight")
-    return ".".join(parts if parts[0] == "lm_head" else ["model", *parts])
+type Placement = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
 
 def _is_transposed(path: tuple[Any, ...]) -> bool:
@@ -40,21 +37,42 @@ def _is_transposed(path: tuple[Any, ...]) -> bool:
     return path[-1] == "kernel"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file; expected a Hugging Face model directory") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return content
+class _Parameter(NamedTuple):
+    """A parameter of an architecture, and the tensor that holds it in files."""
+
+    path: tuple[Any, ...]
+    leaf: Any  # with a shape instead of a value
+    name: str
+    shape: tuple[int, ...]  # in files
+
+
+def _parameters(config: DecoderConfig) -> list[_Parameter]:
+    def describe(path: tuple[Any, ...], leaf: Any) -> _Parameter:
+        shape = leaf.shape[::-1] if _is_transposed(path) else leaf.shape
+        return _Parameter(path, leaf, tensor_name(config, path), tuple(shape))
+
+    return [describe(path, leaf) for path, leaf in nnx.to_flat_state(abstract_decoder(config)[1])]
+
+
+def stored_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of an architecture by its Hugging Face name, in the shape it has in files."""
+    return {parameter.name: parameter.shape for parameter in _parameters(config)}
+
+
+def sharding_of(
+    config: DecoderConfig, path: tuple[Any, ...], shape: tuple[int, ...], placement: Placement | None
+) -> jax.sharding.Sharding | None:
+    """Where the parameter at a path of ``Decoder`` goes; None is the default device."""
+    return placement(tensor_name(config, path), shape) if callable(placement) else placement
+
+
+def _is_buffer(name: str) -> bool:
+    return name.endswith("rotary_emb.inv_freq")  # old files store what positions are computed from
 
 
 def _eos_ids(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
     source = directory / "generation_config.json"
-    ids = _read_json(source).get("eos_token_id") if source.exists() else None
+    ids = read_json(source).get("eos_token_id") if source.exists() else None
     if ids is None:
         source = directory / "config.json"
         ids = config.get("eos_token_id")
@@ -69,121 +87,98 @@ def _eos_ids(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(listed)
 
 
-def _weight_map(directory: Path) -> tuple[list[str], dict[str, str]]:
-    """The weight files to read, and what the index says each tensor is in (empty without an index)."""
-    if (directory / _INDEX).exists():
-        weight_map = _read_json(directory / _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{directory / _INDEX}: expected an object with a 'weight_map' object")
-        return sorted(set(weight_map.values())), weight_map
-    if (directory / _WEIGHTS).exists():
-        return [_WEIGHTS], {}
-    pickled = sorted(path.name for path in directory.glob("*.bin"))
-    if pickled:
-        raise ValueError(
-            f"{directory} holds its weights only as PyTorch pickles ({', '.join(pickled)}), which are not read. "
-            "Convert them with transformers: AutoModelForCausalLM.from_pretrained(PATH).save_pretrained(PATH, "
-            "safe_serialization=True)"
-        )
-    raise FileNotFoundError(f"{directory}: no weights; expected {_WEIGHTS} or {_INDEX} with its shards")
-
-
-@contextlib.contextmanager
-def _opened(directory: Path, names: list[str]) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """The readers of the weight files by name, and what is wrong with those that cannot be read."""
-    readers, problems = {}, []
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            try:
-                readers[name] = stack.enter_context(safetensors.safe_open(directory / name, framework="numpy"))
-            except FileNotFoundError:
-                problems.append(f"{name}: this weight file is missing")
-            except (safetensors.SafetensorError, OSError) as error:
-                problems.append(f"{name}: truncated or not a safetensors file ({error})")
-        yield readers, problems
-
-
-def _is_buffer(name: str) -> bool:
-    return name.endswith("rotary_emb.inv_freq")  # old files store what positions are computed from
-
-
-def _check_tensors(
-    config: DecoderConfig, readers: dict[str, Any], weight_map: dict[str, str], expected: dict[str, tuple[int, ...]]
-) -> tuple[dict[str, str], list[str]]:
-    """Which file each tensor is in, and every mismatch between the files and the architecture."""
-    home = {tensor: name for name, reader in readers.items() for tensor in reader.keys()}  # noqa: SIM118  no dict
-    problems = [
-        f"{tensor}: the index says it is in {name}, and it is not"
-        for tensor, name in weight_map.items()
-        if name in readers and home.get(tensor) != name
-    ]
-    for tensor in sorted(expected.keys() - home.keys() - weight_map.keys()):
-        hint = " (config.json does not tie the head to the embedding)" if tensor == _HEAD else ""
-        problems.append(f"{tensor}: missing{hint}")
-    for tensor, name in sorted(home.items()):
-        if _is_buffer(tensor) or (config.tied_head and tensor == _HEAD):
+def _mismatches(
+    config: DecoderConfig,
+    stored: dict[str, Stored],
+    promised: set[str],
+    wanted: dict[str, _Parameter],
+) -> list[str]:
+    """Everything in which the tensors of the files differ from those of the architecture."""
+    problems = []
+    for short in sorted(wanted.keys() - stored.keys() - promised):
+        hint = " (config.json does not tie the head to the embedding)" if short == HEAD else ""
+        problems.append(f"{wanted[short].name}: missing{hint}")
+    for short, tensor in sorted(stored.items()):
+        if _is_buffer(short) or (config.tied_head and short == HEAD):
             continue
-        described = readers[name].get_slice(tensor)
-        shape, dtype = tuple(described.get_shape()), described.get_dtype()
-        if tensor not in expected:
-            problems.append(f"{tensor}: in {name}, but this architecture has no such tensor")
-        elif shape != expected[tensor]:
-            problems.append(f"{tensor}: expected shape {list(expected[tensor])}, got {list(shape)}")
-        elif dtype not in _DTYPES:
-            problems.append(f"{tensor}: expected dtype F32, F16 or BF16, got {dtype}")
-    return home, problems
+        if short not in wanted:
+            problems.append(f"{tensor.name}: in {tensor.file}, but this architecture has no such tensor")
+        elif tensor.shape != wanted[short].shape:
+            problems.append(f"{tensor.name}: expected shape {list(wanted[short].shape)}, got {list(tensor.shape)}")
+        elif tensor.dtype not in DTYPES:
+            problems.append(f"{tensor.name}: expected dtype F32, F16 or BF16, got {tensor.dtype}")
+    return problems
 
 
-def load_model(path: str | Path, *, attention: str | TreeAttention | None = None, dtype: str = "float32") -> Model:
-    """Read a model from a Hugging Face directory.
+def load_model(
+    path: str | Path,
+    *,
+    attention: str | TreeAttention | None = None,
+    dtype: str = "float32",
+    sharding: Placement | None = None,
+) -> Model:
+    """Read a model of the LLaMA, Mistral, Qwen2.5, Qwen3 or OPT family from a Hugging Face directory.
 
-    Where an index exists it alone says which files hold weights; files it does not name are ignored. EOS ids come from
-    generation_config.json, or from config.json if it names none there.
+    Tensors are read one by one, the largest first, and each goes to its dtype and devices before the next is read: the
+    host needs memory for the one in hand beside the model. Where an index exists it alone says which files hold
+    weights; files it does not name are ignored. EOS ids come from generation_config.json, or from config.json if it
+    names none there.
 
     Args:
-      path: the directory.
+      path: the directory, or the id of a model on the hub (``org/name``), which is downloaded once.
       attention: the tree attention to use, the name of an implementation or a function of the same signature; None
         picks one for the device. A named one that cannot run raises when the model does.
       dtype: what the weights and the cache are kept in, whatever they are stored in.
+      sharding: of every parameter, or a function from a parameter's Hugging Face name and its shape here (matrices are
+        [inputs, outputs]) to its sharding; None is the default device. Meshes whose axes are Auto leave the sharding of
+        everything else to the compiler.
 
     Raises:
-      FileNotFoundError: no such directory, config or weights.
+      FileNotFoundError: no such directory, config or weights, or a model that the hub does not give.
       ValueError: everything that is wrong with the files, in one list: missing, truncated, misshaped or unused
-        tensors, weights that only exist as pickles, an architecture that is not supported, stop tokens that are no
+        tensors; or weights that only exist as pickles, an architecture that is not supported, stop tokens that are no
         token ids, an unknown dtype.
     """
-    if dtype not in ("float32", "bfloat16", "float16"):
+    if dtype not in _DTYPE_NAMES:
         raise ValueError(f"unknown dtype {dtype!r}; expected float32, bfloat16 or float16")
-    directory = Path(path)
-    raw = _read_json(directory / "config.json")
-    config = from_hugging_face(raw)
+    directory = find_model(path)
+    raw = read_json(directory / "config.json")
+    try:
+        config = from_hugging_face(raw)
+    except ValueError as error:
+        raise ValueError(f"{directory} cannot be loaded:\n  {error}") from None
     eos_ids = _eos_ids(directory, raw)
-    graph_params = nnx.to_flat_state(abstract_decoder(config)[1])
-    expected = {
-        _tensor_name(key): tuple(leaf.shape[::-1] if _is_transposed(key) else leaf.shape) for key, leaf in graph_params
-    }
-    files, weight_map = _weight_map(directory)
-    with _opened(directory, files) as (readers, problems):
-        home: dict[str, str] = {}
-        if not problems:
-            home, problems = _check_tensors(config, readers, weight_map, expected)
-        if problems:
-            raise ValueError(f"{directory} cannot be loaded:\n  " + "\n  ".join(problems))
+    wanted = {parameter.name.removeprefix(PREFIX): parameter for parameter in _parameters(config)}
+    functions = decoder_functions(config, attention, dtype)
+    stored, promised, problems = stored_tensors(directory, PREFIX)
+    problems += _mismatches(config, stored, promised, wanted)
+    if problems:
+        raise ValueError(f"{directory} cannot be loaded:\n  " + "\n  ".join(problems))
+    _warn_of_another_head(directory, config, stored)
 
-        def read(tensor: str) -> np.ndarray:
-            return readers[home[tensor]].get_tensor(tensor)
+    def place(short: str, parameter: _Parameter) -> jax.Array:
+        value = stored[short].read(directory)
+        value = value.T if _is_transposed(parameter.path) else value
+        where = sharding_of(config, parameter.path, value.shape, sharding)
+        # Copied into the order and dtype of a device's memory here, for jax's own conversions keep more copies.
+        value = np.ascontiguousarray(value, jax.numpy.dtype(dtype))
+        return jax.block_until_ready(jax.device_put(value, where))
 
-        if config.tied_head and _HEAD in home and not np.array_equal(read(_HEAD), read(_EMBEDDING)):
-            warnings.warn(
-                f"{directory}: {_HEAD} differs from the embedding, but config.json ties the two; the embedding is used",
-                stacklevel=2,
-            )
-        flat = []
-        for key, leaf in graph_params:
-            value = read(_tensor_name(key))
-            flat.append((key, leaf.replace(jax.numpy.asarray(value.T if _is_transposed(key) else value, dtype))))
-    params = nnx.from_flat_state(flat)
-    return make_model(config, params, attention=attention, dtype=dtype, eos_ids=eos_ids, directory=str(directory))
+    by_size = sorted(wanted.items(), key=lambda item: math.prod(item[1].shape), reverse=True)
+    placed = [(parameter.path, parameter.leaf.replace(place(short, parameter))) for short, parameter in by_size]
+    params = nnx.from_flat_state(placed)
+    return functions.model(config, params, eos_ids, str(directory))
+
+
+def _warn_of_another_head(directory: Path, config: DecoderConfig, stored: dict[str, Stored]) -> None:
+    if not config.tied_head or HEAD not in stored:
+        return
+    embedding = next(tensor for short, tensor in stored.items() if short.endswith("embed_tokens.weight"))
+    if not np.array_equal(stored[HEAD].read(directory), embedding.read(directory)):
+        warnings.warn(
+            f"{directory}: {HEAD} differs from the embedding, but config.json ties the two; the embedding is used",
+            stacklevel=3,
+        )
 
 
 def save_model(
@@ -196,54 +191,54 @@ def save_model(
     dtype: str = "bfloat16",
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a model as a Hugging Face directory that ``load_model`` reads back.
+    """Write a model as a Hugging Face directory that ``load_model`` and transformers read back.
 
     Args:
       path: the directory; made if it is missing. Its files of these names are replaced.
       config: the architecture.
       params: its parameters.
       eos_ids: written to generation_config.json.
-      tokenizer: a tokenizer.json to copy beside the weights.
+      tokenizer: a tokenizer.json, or a model directory whose tokenizer and chat template are copied.
       dtype: float32, float16 or bfloat16, what the weights are stored in.
       max_shard_bytes: above this size the weights are split into shards with an index. A single tensor is not split.
 
     Raises:
-      ValueError: a dtype that cannot be stored.
+      ValueError: a dtype that cannot be stored, or an architecture that no family has.
     """
-    stored = {str(value): value for value in _DTYPES.values()}
-    if dtype not in stored:
-        raise ValueError(f"expected dtype {', '.join(stored)}, got {dtype!r}")
+    if dtype not in _DTYPE_NAMES:
+        raise ValueError(f"expected dtype {', '.join(_DTYPE_NAMES)}, got {dtype!r}")
+    described = to_hugging_face(config, eos_ids, dtype)
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for key, leaf in nnx.to_flat_state(params):
-        value = np.asarray(leaf[...]).astype(stored[dtype])
-        tensors[_tensor_name(key)] = np.ascontiguousarray(value.T if _is_transposed(key) else value)
+    wide = jax.numpy.dtype(dtype)
+    leaves = {tensor_name(config, key): (key, leaf) for key, leaf in nnx.to_flat_state(params)}
 
-    shards: list[dict[str, np.ndarray]] = [{}]
-    for name in sorted(tensors):
-        used = sum(tensor.nbytes for tensor in shards[-1].values())
-        if shards[-1] and used + tensors[name].nbytes > max_shard_bytes:
-            shards.append({})
-        shards[-1][name] = tensors[name]
-    for old in [directory / _INDEX, *directory.glob("model*.safetensors")]:
+    shards: list[list[str]] = [[]]
+    sizes = {name: leaf[...].size * wide.itemsize for name, (_, leaf) in leaves.items()}
+    for name in sorted(leaves):
+        if shards[-1] and sum(sizes[other] for other in shards[-1]) + sizes[name] > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    for old in [directory / INDEX, *directory.glob("model*.safetensors")]:
         old.unlink(missing_ok=True)
     if len(shards) == 1:
-        files = {_WEIGHTS: shards[0]}
+        files = {WEIGHTS: shards[0]}
     else:
         files = {f"model-{i + 1:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards)}
-        index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-            "weight_map": {name: file for file, shard in files.items() for name in shard},
-        }
-        _write_json(directory / _INDEX, index)
+        weight_map = {name: file for file, shard in files.items() for name in shard}
+        write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+
+    def value(name: str) -> np.ndarray:
+        key, leaf = leaves[name]
+        host = np.asarray(leaf[...])
+        return np.ascontiguousarray(host.T if _is_transposed(key) else host, wide)
+
     for file, shard in files.items():
-        safetensors.numpy.save_file(shard, directory / file, metadata={"format": "pt"})
-    _write_json(directory / "config.json", to_hugging_face(config, eos_ids, dtype))
-    _write_json(directory / "generation_config.json", {"eos_token_id": list(eos_ids)})
+        safetensors.numpy.save_file({name: value(name) for name in shard}, directory / file, {"format": "pt"})
+    write_json(directory / "config.json", described)
+    write_json(directory / "generation_config.json", {"eos_token_id": list(eos_ids)})
     if tokenizer is not None:
-        shutil.copyfile(tokenizer, directory / "tokenizer.json")
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        source = Path(tokenizer)
+        for file in [source] if source.is_file() else [source / name for name in _TOKENIZER_FILES]:
+            if file.exists():
+                shutil.copyfile(file, directory / (file.name if source.is_dir() else "tokenizer.json"))

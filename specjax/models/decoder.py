@@ -1,4 +1,4 @@
-"""The Llama-family decoder: parameters in NNX modules, one pure forward over rows of a tree."""
+"""The decoder: parameters in NNX modules, one pure forward over rows of a tree."""
 
 import functools
 from collections.abc import Callable
@@ -12,9 +12,11 @@ from pallas_kernels.tree_attention import IMPLEMENTATIONS, TreeAttention, tree_a
 from specjax.cache import KVCache
 from specjax.models.config import DecoderConfig
 from specjax.models.product import product
+from specjax.models.rope import rotate, turns
 from specjax.types import Forward, ForwardOut, Model, PyTree, TreeMask
 
 _INIT_SCALE = 0.02
+_POSITION_OFFSET = 2  # OPT's table of positions has two rows before that of the first
 
 
 def _normal(rngs: nnx.Rngs, *shape: int, scale: float = _INIT_SCALE) -> nnx.Param:
@@ -33,20 +35,24 @@ class Projection(nnx.Module):
         return out if self.bias is None else out + self.bias[...]
 
 
-class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation, in float32 whatever the dtype of x."""
+class Norm(nnx.Module):
+    """Root-mean-square or layer normalisation, in float32 whatever the dtype of x; only the latter has a bias."""
 
-    def __init__(self, features: int):
+    def __init__(self, features: int, *, bias: bool):
         self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((features,), jnp.float32)) if bias else None
 
     def __call__(self, x: jax.Array, eps: float) -> jax.Array:
         wide = x.astype(jnp.float32)
+        if self.bias is not None:
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-        return normed.astype(x.dtype) * self.scale[...]
+        out = normed.astype(x.dtype) * self.scale[...]
+        return out if self.bias is None else out + self.bias[...]
 
 
 class SelfAttention(nnx.Module):
-    """The four projections of grouped-query attention."""
+    """The four projections of grouped-query attention, and the norms of its heads where there are some."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -56,48 +62,49 @@ class SelfAttention(nnx.Module):
         self.o_proj = Projection(
             q_width, config.hidden_size, bias=config.o_bias, rngs=rngs, scale=_residual_scale(config)
         )
+        self.q_norm = Norm(config.head_dim, bias=False) if config.qk_norm else None
+        self.k_norm = Norm(config.head_dim, bias=False) if config.qk_norm else None
 
 
-class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)), or down(relu(up(x))) where there is no gate."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Projection(hidden, inner, bias=bias, rngs=rngs)
+        self.gate_proj = Projection(hidden, inner, bias=bias, rngs=rngs) if config.mlp == "swiglu" else None
         self.up_proj = Projection(hidden, inner, bias=bias, rngs=rngs)
         self.down_proj = Projection(inner, hidden, bias=bias, rngs=rngs, scale=_residual_scale(config))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.gate_proj is None:
+            return self.down_proj(jax.nn.relu(self.up_proj(x)))
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nnx.Module):
-    """One pre-norm transformer layer."""
+    """One transformer layer; its norms stand before or after its parts (``DecoderConfig.norm_first``)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.input_layernorm = RMSNorm(config.hidden_size)
+        self.input_layernorm = Norm(config.hidden_size, bias=config.norm == "layer")
         self.self_attn = SelfAttention(config, rngs=rngs)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size)
-        self.mlp = SwiGLU(config, rngs=rngs)
+        self.post_attention_layernorm = Norm(config.hidden_size, bias=config.norm == "layer")
+        self.mlp = MLP(config, rngs=rngs)
 
 
 class Decoder(nnx.Module):
-    """The parameters, named as Hugging Face names them; matrices are stored so that they multiply as x @ W."""
+    """The parameters, named as Llama's in Hugging Face; matrices are stored so that they multiply as x @ W."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.embed_tokens = _normal(rngs, config.vocab_size, config.hidden_size)
-        self.layers = nnx.List(Layer(config, rngs=rngs) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size)
-        self.lm_head = (
-            None if config.tied_head else Projection(config.hidden_size, config.vocab_size, bias=False, rngs=rngs)
+        hidden, embed = config.hidden_size, config.embed_size or config.hidden_size
+        self.embed_tokens = _normal(rngs, config.vocab_size, embed)
+        self.embed_positions = (
+            _normal(rngs, _POSITION_OFFSET + config.max_positions, hidden) if config.rope is None else None
         )
-
-
-class HasLayers(Protocol):
-    """What of a module ``layers_function`` runs."""
-
-    layers: nnx.List
-    norm: RMSNorm
+        self.project_in = Projection(embed, hidden, bias=False, rngs=rngs) if config.embed_size else None
+        self.layers = nnx.List(Layer(config, rngs=rngs) for _ in range(config.num_layers))
+        self.norm = Norm(hidden, bias=config.norm == "layer") if config.final_norm else None
+        self.project_out = Projection(hidden, embed, bias=False, rngs=rngs) if config.embed_size else None
+        self.lm_head = None if config.tied_head else Projection(embed, config.vocab_size, bias=False, rngs=rngs)
 
 
 def _residual_scale(config: DecoderConfig) -> float:
@@ -111,24 +118,18 @@ def abstract_decoder(config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(params=0))))
 
 
-def _rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding (Su et al. 2021, section 3.2.2), pairing dimension i with i + D / 2 as Llama does.
+type Turns = tuple[jax.Array, jax.Array]  # cos and sin
 
-    Args:
-      x: [B, N, H, D].
-      positions: [B, N] int32.
-      theta: the base of the frequencies.
-    """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies  # [B, N, 1, D / 2]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+class HasLayers(Protocol):
+    """What of a module ``layers_function`` runs."""
+
+    layers: nnx.List
+    norm: Norm | None
 
 
 def layers_function(config: DecoderConfig, attention: str | TreeAttention | None) -> Callable:
-    """``run(module, x [B, N, D], positions, mask, cache) -> (hidden [B, N, D], cache)`` of a module's layers and norm.
+    """``run(module, x [B, N, D], positions, mask, cache) -> (x, cache)``: the layers of a module, and its norm if any.
 
     Raises:
       ValueError: no attention implementation has this name.
@@ -137,12 +138,17 @@ def layers_function(config: DecoderConfig, attention: str | TreeAttention | None
         raise ValueError(f"unknown attention implementation {attention!r}; known are {', '.join(IMPLEMENTATIONS)}")
     over_tree = attention if callable(attention) else functools.partial(tree_attention, implementation=attention)
 
-    def attend(layer: int, weights: SelfAttention, x: jax.Array, positions: jax.Array, mask: TreeMask, cache: KVCache):
+    windows = config.windows or (None,) * config.num_layers
+
+    def attend(layer: int, weights: SelfAttention, x: jax.Array, turned: Turns | None, mask: TreeMask, cache: KVCache):
         batch, rows, _ = x.shape
         q = weights.q_proj(x).reshape(batch, rows, config.num_heads, config.head_dim)
         k = weights.k_proj(x).reshape(batch, rows, config.num_kv_heads, config.head_dim)
         v = weights.v_proj(x).reshape(batch, rows, config.num_kv_heads, config.head_dim)
-        q, k = _rotate(q, positions, config.rope_theta), _rotate(k, positions, config.rope_theta)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q, k = weights.q_norm(q, config.norm_eps), weights.k_norm(k, config.norm_eps)
+        if turned is not None:
+            q, k = rotate(q, *turned), rotate(k, *turned)
         cache = cache.append(layer, k.swapaxes(1, 2), v.swapaxes(1, 2))
         out = over_tree(
             q,
@@ -152,27 +158,52 @@ def layers_function(config: DecoderConfig, attention: str | TreeAttention | None
             cache.v_tree[layer],
             prefix_lengths=mask.prefix_lengths,
             tree_mask=mask.tree_mask,
+            window=windows[layer],
         )
         return weights.o_proj(out.reshape(batch, rows, -1)), cache
 
+    def before(norm: Norm, x: jax.Array) -> jax.Array:
+        return norm(x, config.norm_eps) if config.norm_first else x
+
+    def after(norm: Norm, x: jax.Array) -> jax.Array:
+        return x if config.norm_first else norm(x, config.norm_eps)
+
     def run(module: HasLayers, x: jax.Array, positions: jax.Array, mask: TreeMask, cache: KVCache):
+        turned = None if config.rope is None else turns(config.rope, config.head_dim, positions)
         for index, layer in enumerate(module.layers):
-            normed = layer.input_layernorm(x, config.norm_eps)
-            attended, cache = attend(index, layer.self_attn, normed, positions, mask, cache)
-            x = x + attended
-            x = x + layer.mlp(layer.post_attention_layernorm(x, config.norm_eps))
-        return module.norm(x, config.norm_eps), cache
+            attended, cache = attend(index, layer.self_attn, before(layer.input_layernorm, x), turned, mask, cache)
+            x = after(layer.input_layernorm, x + attended)
+            x = x + layer.mlp(before(layer.post_attention_layernorm, x))
+            x = after(layer.post_attention_layernorm, x)
+        return x if module.norm is None else module.norm(x, config.norm_eps), cache
 
     return run
 
 
 class DecoderFunctions(NamedTuple):
-    """The functions of ``Model``, for one architecture."""
+    """The functions of a ``Model``, for one architecture."""
 
     forward: Forward
     init_cache: Callable[[int, int], KVCache]
     embed: Callable[[PyTree, jax.Array], jax.Array]
     head: Callable[[PyTree, jax.Array], jax.Array]
+
+    def model(
+        self, config: DecoderConfig, params: PyTree, eos_ids: tuple[int, ...], directory: str | None = None
+    ) -> Model:
+        """The model of these parameters."""
+        return Model(
+            self.forward,
+            params,
+            self.init_cache,
+            config.vocab_size,
+            config.max_positions,
+            eos_ids,
+            directory,
+            hidden_size=config.embed_size or config.hidden_size,
+            embed=self.embed,
+            head=self.head,
+        )
 
 
 @functools.lru_cache
@@ -189,7 +220,7 @@ def decoder_functions(config: DecoderConfig, attention: str | TreeAttention | No
 
     def embed(params: nnx.State, tokens: jax.Array) -> jax.Array:
         decoder = nnx.merge(graph, params)
-        return decoder.embed_tokens[...][tokens].astype(decoder.norm.scale[...].dtype)
+        return decoder.embed_tokens[...][tokens].astype(decoder.layers[0].input_layernorm.scale[...].dtype)
 
     def head(params: nnx.State, hidden: jax.Array) -> jax.Array:
         decoder = nnx.merge(graph, params)
@@ -204,8 +235,15 @@ def decoder_functions(config: DecoderConfig, attention: str | TreeAttention | No
         *,
         rows: jax.Array | None = None,
     ) -> ForwardOut:
-        """See ``specjax.types.Forward``; ``hidden`` is what the head reads, after the last norm."""
-        hidden, cache = run_layers(nnx.merge(graph, params), embed(params, tokens), positions, mask, cache)
+        """See ``specjax.types.Forward``; ``hidden`` is what the head reads, after the last norm and projection."""
+        decoder, x = nnx.merge(graph, params), embed(params, tokens)
+        if decoder.project_in is not None:
+            x = decoder.project_in(x)
+        if decoder.embed_positions is not None:
+            x = x + decoder.embed_positions[...][positions + _POSITION_OFFSET].astype(x.dtype)
+        hidden, cache = run_layers(decoder, x, positions, mask, cache)
+        if decoder.project_out is not None:
+            hidden = decoder.project_out(hidden)
         wanted = hidden if rows is None else jnp.take_along_axis(hidden, rows[..., None], axis=1)
         return ForwardOut(head(params, wanted), hidden, cache)
 
@@ -231,22 +269,10 @@ def make_model(
     attention: str | TreeAttention | None = None,
     dtype: str = "float32",
     eos_ids: tuple[int, ...] = (),
-    directory: str | None = None,
 ) -> Model:
     """Parameters and functions together; the parameters and the cache hold ``dtype``."""
-    functions = decoder_functions(config, attention, dtype)
-    return Model(
-        functions.forward,
-        jax.tree.map(lambda leaf: leaf.astype(dtype), params),
-        functions.init_cache,
-        config.vocab_size,
-        config.max_positions,
-        eos_ids,
-        directory,
-        hidden_size=config.hidden_size,
-        embed=functions.embed,
-        head=functions.head,
-    )
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return decoder_functions(config, attention, dtype).model(config, params, eos_ids)
 
 
 def init_model(

@@ -11,28 +11,64 @@ from flax import nnx
 from pallas_kernels.tree_attention import TreeAttention
 from specjax.cache import KVCache
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import Layer, Projection, RMSNorm, empty_cache, layers_function
+from specjax.models.decoder import Layer, Norm, Projection, empty_cache, layers_function
+from specjax.models.rope import Rope
 from specjax.types import ForwardOut, Model, PyTree, TreeMask
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleConfig:
+    """The shape of EAGLE's layers, which are Llama's."""
+
+    hidden_size: int  # the target's
+    vocab_size: int  # the target's
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    num_layers: int = 1
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        self.decoder  # noqa: B018  checks the values
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """The decoder that has these layers, were it a whole one."""
+        return DecoderConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_positions=self.max_positions,
+            rope=Rope(self.rope_theta),
+            norm_eps=self.norm_eps,
+        )
 
 
 class EagleLayers(nnx.Module):
     """The parameters beside the target's embedding and head, which are read and not learned."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: EagleConfig, *, rngs: nnx.Rngs):
         size = config.hidden_size
         self.fc = Projection(2 * size, size, bias=True, rngs=rngs, scale=(2 * size) ** -0.5)
-        self.layers = nnx.List(Layer(config, rngs=rngs) for _ in range(config.num_layers))
-        self.norm = RMSNorm(size)
+        self.layers = nnx.List(Layer(config.decoder, rngs=rngs) for _ in range(config.num_layers))
+        self.norm = Norm(size, bias=False)
 
 
 @functools.lru_cache
-def abstract_eagle(config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.State]:
+def abstract_eagle(config: EagleConfig) -> tuple[nnx.GraphDef, nnx.State]:
     """The layers' structure, and their parameters as shapes."""
     return nnx.split(nnx.eval_shape(lambda: EagleLayers(config, rngs=nnx.Rngs(params=0))))
 
 
 def init_eagle(
-    config: DecoderConfig, key: jax.Array, *, embedded: jax.Array | None = None, hidden: jax.Array | None = None
+    config: EagleConfig, key: jax.Array, *, embedded: jax.Array | None = None, hidden: jax.Array | None = None
 ) -> PyTree:
     """Random parameters.
 
@@ -90,7 +126,7 @@ class EagleCache:
 
 
 def eagle_model(
-    config: DecoderConfig,
+    config: EagleConfig,
     params: PyTree,
     target: Model,
     *,
@@ -109,7 +145,7 @@ def eagle_model(
         (jax.tree.map(lambda leaf: leaf.astype(dtype), params), target.params),
         init_cache,
         target.vocab_size,
-        target.max_positions,
+        min(config.max_positions, target.max_positions),
         directory=directory,
         hidden_size=config.hidden_size,
         reads_hidden=config.hidden_size,
@@ -118,10 +154,10 @@ def eagle_model(
 
 @functools.lru_cache
 def _model_functions(
-    config: DecoderConfig, attention: str | TreeAttention | None, dtype: str, embed: Callable, head: Callable
+    config: EagleConfig, attention: str | TreeAttention | None, dtype: str, embed: Callable, head: Callable
 ):
     graph, _ = abstract_eagle(config)
-    run_layers = layers_function(config, attention)
+    run_layers = layers_function(config.decoder, attention)
 
     def forward(
         params: tuple[PyTree, PyTree],
@@ -145,6 +181,8 @@ def _model_functions(
         return ForwardOut(head(target, wanted), hidden, cache)
 
     def init_cache(batch: int, capacity: int) -> EagleCache:
-        return EagleCache(empty_cache(config, dtype, batch, capacity), jnp.zeros((batch, 1, config.hidden_size), dtype))
+        return EagleCache(
+            empty_cache(config.decoder, dtype, batch, capacity), jnp.zeros((batch, 1, config.hidden_size), dtype)
+        )
 
     return forward, init_cache

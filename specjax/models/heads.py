@@ -1,39 +1,33 @@
 """Draft heads from and to directories: Medusa's and EAGLE's, each a config.json beside a model.safetensors."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 import safetensors.numpy
 from flax import nnx
 
 from pallas_kernels.tree_attention import TreeAttention
-from specjax.models.config import DecoderConfig
-from specjax.models.eagle import abstract_eagle, eagle_model
+from specjax.models.eagle import EagleConfig, abstract_eagle, eagle_model
+from specjax.models.files import DTYPES, WEIGHTS, read_json, stored_tensors, write_json
 from specjax.models.medusa import MedusaConfig, abstract_medusa, medusa_model
 from specjax.types import Model, PyTree
 
-HeadsConfig = MedusaConfig | DecoderConfig  # an EAGLE layer is described as a decoder's is
-
-_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_KINDS: dict[str, type[MedusaConfig] | type[DecoderConfig]] = {
+_CONFIG = "config.json"
+_KINDS: dict[str, type[MedusaConfig] | type[EagleConfig]] = {
     "specjax_medusa": MedusaConfig,
-    "specjax_eagle": DecoderConfig,
+    "specjax_eagle": EagleConfig,
 }
-_STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def is_heads(directory: str | Path) -> bool:
     """Whether a directory's config.json says that it holds draft heads, for ``load_heads`` and not ``load_model``."""
     try:
-        raw = json.loads((Path(directory) / _CONFIG).read_text(encoding="utf-8"))
+        return read_json(Path(directory) / _CONFIG).get("model_type") in _KINDS
     except (OSError, ValueError):
         return False
-    return isinstance(raw, dict) and raw.get("model_type") in _KINDS
 
 
 def load_heads(
@@ -72,47 +66,44 @@ def load_heads(
     return eagle_model(config, params, target, attention=attention, dtype=dtype, directory=str(directory))
 
 
-def save_heads(path: str | Path, config: HeadsConfig, params: PyTree, *, dtype: str = "bfloat16") -> None:
+def save_heads(
+    path: str | Path, config: MedusaConfig | EagleConfig, params: PyTree, *, dtype: str = "bfloat16"
+) -> None:
     """Write draft heads as a directory that ``load_heads`` reads back; its files of these names are replaced.
 
     Tensors are named by their path among the parameters, and stored as they multiply (x @ W).
 
     Args:
       path: the directory; made if it is missing.
-      config: a ``MedusaConfig``, or a ``DecoderConfig`` for an EAGLE layer.
+      config: their shape.
       params: the parameters.
       dtype: float32, float16 or bfloat16, what they are stored in.
 
     Raises:
       ValueError: a dtype that cannot be stored.
     """
-    if dtype not in _STORED.values():
-        raise ValueError(f"expected dtype {', '.join(_STORED.values())}, got {dtype!r}")
+    kinds = {str(kind): kind for kind in DTYPES.values()}
+    if dtype not in kinds:
+        raise ValueError(f"expected dtype {', '.join(kinds)}, got {dtype!r}")
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {
-        _name(key): np.ascontiguousarray(np.asarray(leaf[...]).astype(jnp.dtype(dtype)))
+        _name(key): np.ascontiguousarray(np.asarray(leaf[...]).astype(kinds[dtype]))
         for key, leaf in nnx.to_flat_state(params)
     }
-    safetensors.numpy.save_file(tensors, directory / _WEIGHTS)
+    safetensors.numpy.save_file(tensors, directory / WEIGHTS)
     (kind,) = (kind for kind, cls in _KINDS.items() if isinstance(config, cls))
-    content = {"model_type": kind, **dataclasses.asdict(config)}
-    (directory / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / _CONFIG, {"model_type": kind, **dataclasses.asdict(config)})
 
 
 def _name(key: tuple[Any, ...]) -> str:
     return ".".join(map(str, key))
 
 
-def _read_config(directory: Path) -> HeadsConfig:
+def _read_config(directory: Path) -> MedusaConfig | EagleConfig:
     file = directory / _CONFIG
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{file}: no such file; expected a directory of draft heads") from None
-    except ValueError as error:
-        raise ValueError(f"{file}: not valid JSON: {error}") from None
-    kind = raw.get("model_type") if isinstance(raw, dict) else None
+    raw = read_json(file)
+    kind = raw.get("model_type")
     if kind not in _KINDS:
         raise ValueError(
             f"{file}: model_type {kind!r} is no draft head, which are {', '.join(_KINDS)}; load_model reads models"
@@ -132,28 +123,19 @@ def _read_config(directory: Path) -> HeadsConfig:
 
 def _read_params(directory: Path, abstract: nnx.State, dtype: str) -> PyTree:
     """Parameters of these names and shapes, or one error that lists all that is wrong with the file."""
-    file = directory / _WEIGHTS
-    if not file.exists():
-        raise FileNotFoundError(f"{file}: no such file; expected the weights beside config.json")
-    expected = {_name(key): (key, leaf) for key, leaf in nnx.to_flat_state(abstract)}
-    flat, problems = [], []
-    try:
-        with safetensors.safe_open(file, framework="numpy") as reader:
-            names = set(reader.keys())
-            problems += [f"{name}: missing" for name in sorted(expected.keys() - names)]
-            problems += [f"{name}: config.json describes no such tensor" for name in sorted(names - expected.keys())]
-            for name in sorted(names & expected.keys()):
-                key, leaf = expected[name]
-                described = reader.get_slice(name)
-                shape, stored = tuple(described.get_shape()), described.get_dtype()
-                if shape != leaf.shape:
-                    problems.append(f"{name}: expected shape {list(leaf.shape)}, got {list(shape)}")
-                elif stored not in _STORED:
-                    problems.append(f"{name}: expected dtype {', '.join(_STORED)}, got {stored}")
-                else:
-                    flat.append((key, leaf.replace(jnp.asarray(reader.get_tensor(name), dtype))))
-    except (safetensors.SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: truncated or not a safetensors file ({error})") from None
+    wanted = {_name(key): (key, leaf) for key, leaf in nnx.to_flat_state(abstract)}
+    stored, _, problems = stored_tensors(directory, "")
+    if not problems:
+        problems += [f"{name}: missing" for name in sorted(wanted.keys() - stored.keys())]
+    for name, tensor in sorted(stored.items()):
+        if name not in wanted:
+            problems.append(f"{name}: config.json describes no such tensor")
+        elif tensor.shape != wanted[name][1].shape:
+            problems.append(f"{name}: expected shape {list(wanted[name][1].shape)}, got {list(tensor.shape)}")
+        elif tensor.dtype not in DTYPES:
+            problems.append(f"{name}: expected dtype {', '.join(DTYPES)}, got {tensor.dtype}")
     if problems:
-        raise ValueError(f"{file} cannot be loaded:\n  " + "\n  ".join(problems))
-    return nnx.from_flat_state(flat)
+        raise ValueError(f"{directory} cannot be loaded:\n  " + "\n  ".join(problems))
+    return nnx.from_flat_state(
+        [(key, leaf.replace(jnp.asarray(stored[name].read(directory), dtype))) for name, (key, leaf) in wanted.items()]
+    )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specjax.models import DecoderConfig, MedusaConfig, eagle_model, medusa_logits
+from specjax.models import EagleConfig, MedusaConfig, eagle_model, medusa_logits
 from specjax.train.loss import causal_pass
 from specjax.train.step import TrainState, cast_matrices, make_update
 from specjax.types import Model, PyTree
@@ -86,7 +86,7 @@ def make_medusa_step(
 
 
 def make_eagle_step(
-    config: DecoderConfig,
+    config: EagleConfig,
     target: Model,
     optimizer: optax.GradientTransformation,
     *,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax.laws import drawn_by, grown
 from specjax.sampling import Warp, sample_at
 from specjax.tree import TokenTree
 from specjax.types import Acceptance, RoundKeys
@@ -185,7 +186,8 @@ def traversal(tree: TokenTree, target: Rows) -> PathDecision:
     rows = jnp.arange(batch)
     if most == 0:
         return PathDecision(jnp.ones(tree.tokens.shape, target(jnp.zeros(batch, jnp.int32)).dtype), target)
-    distinct = jnp.array([law == "without_replacement" for law in tree.laws])[tree.draw_source]  # [B, K]
+    laws = [drawn_by(law) for law in tree.laws]
+    distinct = jnp.array([law == "without_replacement" for law in laws])[tree.draw_source]  # [B, K]
     slots = jnp.arange(most)
     row_of_draw = jnp.take_along_axis(
         tree.q_rows, jnp.broadcast_to(tree.draw_source[:, None], tree.draw_tokens.shape), 2
@@ -196,7 +198,7 @@ def traversal(tree: TokenTree, target: Rows) -> PathDecision:
     def draw_law(node: jax.Array, draw: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """The law [B, V] of a draw given its source's earlier ones."""
         law = _at(tree.q, _at(row_of_draw, node, draw)).astype(dtype)
-        if "without_replacement" not in tree.laws:
+        if "without_replacement" not in laws:
             return law
         same_source = tree.draw_source == _at(tree.draw_source, draw)[:, None]
         gone = _at(usable, node) & same_source & distinct & (slots < draw[:, None])
@@ -376,7 +378,11 @@ def stop_at(rule: Callable[[TokenTree, Rows], PathDecision]) -> Callable[..., Ac
 
 
 _ONE_DRAW = frozenset({"iid", "without_replacement", "top_k_plus_one", "hub"})  # each is a single draw from q at K = 1
-_SEQUENTIAL = frozenset({"iid", "without_replacement", "iid x sources", "without_replacement x sources"})
+_SEQUENTIAL = frozenset(
+    law + suffix
+    for law in ("iid", "without_replacement", grown("iid"), grown("without_replacement"))
+    for suffix in ("", " x sources")
+)
 
 PATH_RULES: dict[str, PathRule] = {
     rule.name: rule

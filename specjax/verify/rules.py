@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.laws import grown
 from specjax.types import Draws
 from specjax.verify.transport import optimal
 
@@ -307,14 +308,17 @@ def _sources(*laws: str) -> frozenset[str]:
     return frozenset(law + suffix for law in laws for suffix in ("", " x sources"))
 
 
-# What each is exact for is measured by specjax.exact.measure_table, and a test compares.
+_GROWN = grown("iid"), grown("without_replacement")
+
+# What each is exact for is measured, and tests compare: by specjax.verify.table for laws of a node, and for trees that
+# grow by summing every tree.
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
         Rule("naive_sampling", naive_sampling, None),
-        Rule("naive_tree", naive_tree, _sources("iid", "without_replacement", "hub")),
-        Rule("multi_step", multi_step, _sources("iid")),
-        Rule("without_replacement", without_replacement, _sources("iid", "without_replacement")),
+        Rule("naive_tree", naive_tree, _sources("iid", "without_replacement", "hub", *_GROWN)),
+        Rule("multi_step", multi_step, _sources("iid", grown("iid"))),
+        Rule("without_replacement", without_replacement, _sources("iid", "without_replacement", *_GROWN)),
         Rule("spectr", spectr, frozenset({"iid"})),
         Rule("top_k_plus_one", top_k_plus_one, frozenset({"top_k_plus_one", "without_replacement"})),
         Rule("hub", hub, frozenset({"hub", "without_replacement"})),

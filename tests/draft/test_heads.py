@@ -12,7 +12,7 @@ import specjax as sj
 from specjax import decode
 from specjax.cache import KVCache
 from specjax.draft import ensemble, ssm
-from specjax.models import MedusaConfig, eagle_model, init_eagle, medusa_logits, medusa_model
+from specjax.models import EagleConfig, MedusaConfig, eagle_model, init_eagle, medusa_logits, medusa_model
 from specjax.models.eagle import EagleCache
 from specjax.models.medusa import abstract_medusa
 from specjax.request import prepare
@@ -24,7 +24,7 @@ from tests.helpers import TINY, VOCAB, context, prompts_of, round_keys, slot_pat
 
 RAGGED = [[0], [1], [3], [0, 0], [1, 0], [3, 2], [0, 0, 0], [3, 2, 1], [3, 2, 1, 1]]
 PATHS = [[0], [1], [2], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]  # as Medusa's: ragged, a rank skipped
-EAGLE = dataclasses.replace(TINY, num_layers=1, tied_head=True)
+EAGLE = EagleConfig(TINY.hidden_size, TINY.vocab_size, 64, 4, 2, 8, TINY.max_positions)
 MEDUSA = MedusaConfig(TINY.hidden_size, TINY.vocab_size, num_heads=4, num_blocks=2)
 
 

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import metrics, plots, report, run, sweep
+from experiments import metrics, plots, report, run
 
 SETTINGS = {
+    "method": "<2,1>",
     "run.seed": 0,
     "decode.tree": [2, 1],
     "decode.drafts": ["ssm_a"],
@@ -97,7 +98,7 @@ def test_acceptance_by_depth_sums_over_prompts_of_different_depths():
 
 
 def test_panels_keep_what_may_be_compared_together():
-    plain = {"decode.tree": [], "decode.drafts": []}
+    plain = {"method": "incremental", "decode.tree": [], "decode.drafts": []}
     hot = {"decode.temperature": 1.0}
     rows = [
         record("greedy", **plain),
@@ -105,12 +106,23 @@ def test_panels_keep_what_may_be_compared_together():
         record("tree"),
         record("hot", **hot),
         record("mss", **hot, **{"decode.verifier": "multi_step", "decode.draft_mode": "iid"}),
+        record("noise", **hot, **{"decode.draft_mode": "shared_gumbel"}),
+        record("copy", **hot, **{"method": "copy(3x7)", "decode.drafts": ["prompt_lookup"]}),
     ]
     table = metrics.summarize(metrics.frame(rows, [row["cell"] for row in rows]))
     assert [(title, [row["cell"] for row in part]) for title, part in metrics.panels(table)] == [
         ("greedy, top_k drafts verified by naive_sampling", ["greedy", "tree"]),
-        ("temperature 1, top_k drafts verified by naive_sampling", ["warm", "hot"]),
+        ("temperature 1, drafts verified by naive_sampling", ["warm", "hot", "noise", "copy"]),
         ("temperature 1, iid drafts verified by multi_step", ["warm", "mss"]),
+    ]
+    # How draws are made differs within a table, and is a column of it; a lookup makes none that has a name.
+    assert metrics.varying(table) == ["drafting"]
+    assert [row["drafting"] for row in metrics.rows_of(table)][4:] == ["iid", "shared_gumbel", ""]
+    labels = [label.get_text() for label in plots.methods(table).axes[2].get_yticklabels()]
+    assert labels[1:] == [
+        "<2,1>  ssm_a  drafting=top_k",
+        "<2,1>  ssm_a  drafting=shared_gumbel",
+        "copy(3x7)  prompt_lookup",
     ]
 
 
@@ -139,11 +151,11 @@ def test_names_of_ensembles_are_short():
 
 
 def test_plots_of_large_sweeps_show_the_best():
-    rows = [record(str(n), emitted=n, **{"decode.tree": [n + 1]}) for n in range(300)]
+    rows = [record(str(n), emitted=n, method=f"<{n + 1}>") for n in range(300)]
     table = metrics.summarize(metrics.frame(rows, [row["cell"] for row in rows]))
     axes = plots.methods(table).axes[0]
     assert len(axes.patches) == plots.MOST_BARS and "best 40 of 300" in axes.get_title(loc="left")
-    assert axes.get_yticklabels()[-1].get_text().startswith(sweep.label((300,)))
+    assert axes.get_yticklabels()[-1].get_text().startswith("<300>")
     lines = plots.acceptance(table, metrics.acceptance_by_depth(metrics.frame(rows, [row["cell"] for row in rows])))
     assert len(lines.legends[0].get_texts()) == plots.MOST_LINES
 

@@ -39,6 +39,12 @@ product.decode.drafts = [["far"]]
 zip.decode.temperature = [0.8]
 zip.decode.draft_mode = ["iid"]
 zip.decode.verifier = ["multi_step"]
+[[sweep]]
+product.decode.drafts = [["far", "prompt_lookup"]]
+product.decode.builder = ["expand_and_rerank"]
+product.decode.lookup.min_match = [1]
+product.decode.dynamic.nodes = [4]
+product.decode.dynamic.depth = [2]
 """
 SEEDS = """
 product.decode.tree = [[1, 1], [2, 1]]
@@ -105,8 +111,8 @@ def sweep(tmp_path_factory, zoo) -> Runs:
 
 def test_every_cell_and_prompt_has_one_row(sweep):
     rows = sweep.records
-    assert len(rows) == 11 * 3 == len({(row["cell"], row["prompt"]) for row in rows})
-    assert sweep.statuses == ["done"] * 11
+    assert len(rows) == 12 * 3 == len({(row["cell"], row["prompt"]) for row in rows})
+    assert sweep.statuses == ["done"] * 12
 
 
 def test_what_is_recorded_is_what_the_library_does(sweep, zoo):
@@ -119,12 +125,17 @@ def test_what_is_recorded_is_what_the_library_does(sweep, zoo):
     for rows in cells.values():
         first = rows[0]
         tree = first["decode.tree"]
-        schedule = tree and isinstance(tree[0], int)
+        if first["decode.builder"] == "expand_and_rerank":
+            assert (first["method"], tree) == ("expand_and_rerank(6x2:4) + copy(3x7)", [])
+            tree = sj.draft.expand_and_rerank(width=6, depth=2, nodes=4)
+        elif tree:
+            tree = tuple(tree) if isinstance(tree[0], int) else sj.Topology.from_paths(tree)
+        sources = {**models, "prompt_lookup": sj.draft.prompt_lookup(256, length=7, min_match=1)}
         result = sj.generate(
             models["target"],
             [tokenizer.encode(PROMPTS[row["prompt"]]).ids for row in rows],
-            drafts=[models[name] for name in first["decode.drafts"]],
-            tree=None if not tree else tuple(tree) if schedule else sj.Topology.from_paths(tree),
+            drafts=[sources[name] for name in first["decode.drafts"]],
+            tree=tree or None,
             draft_mode=first["decode.draft_mode"],
             verifier=first["decode.verifier"],
             warp=sj.Warp(first["decode.temperature"]),
@@ -146,7 +157,7 @@ def test_texts_that_must_be_equal_are_and_the_report_says_so(sweep):
         promised = row["decode.temperature"] == 0 or row["decode.verifier"] == "naive_sampling"
         assert row["same_text_promised"] == promised and (row["same_text"] or not promised)
     report = (sweep.out / "report.md").read_text()
-    assert "greedy: all tokens identical to incremental decoding in all 4 cells." in report
+    assert "greedy: all tokens identical to incremental decoding in all 5 cells." in report
     assert "sampled with naive_sampling: all tokens identical to incremental decoding in all 4 cells." in report
 
 
@@ -176,9 +187,9 @@ def test_a_perfect_draft_is_accepted_whole_until_the_budget(sweep):
 def test_files_for_people(sweep, capsys):
     assert sweep() == 0  # nothing left to run: the report is made again
     out = capsys.readouterr().out
-    assert "All 11 cells were finished before" in out and "<1,1,1>" in out and "identical" in out
+    assert "All 12 cells were finished before" in out and "<1,1,1>" in out and "identical" in out
     rows = sweep.summary
-    assert [row["method"] for row in rows].count("incremental") == 2 and len(rows) == 11
+    assert [row["method"] for row in rows].count("incremental") == 2 and len(rows) == 12
     for row in rows:
         assert float(row["tokens_per_step"]) == int(row["emitted"]) / int(row["steps"])
         assert float(row["speedup_low"]) <= float(row["speedup"]) <= float(row["speedup_high"])
@@ -404,7 +415,7 @@ def test_a_hostile_draft_is_reported_as_slower(runs, monkeypatch, tmp_path):
     assert summary["accepted"] == "0" and int(summary["drafted"]) == 3 * 39 * 14
     assert float(summary["tokens_per_step"]) == 1.0 and float(summary["speedup"]) < 1.0
     report = (runs.out / "report.md").read_text()
-    header = "| method | SSMs | drafted | accepted | steps | tokens/step | decode s | tokens/s | speed-up | text |"
+    header = "| method | drafts | drafted | accepted | steps | tokens/step | decode s | tokens/s | speed-up | text |"
     assert header in report and f"{float(summary['speedup']):.2f}x" in report
 
 

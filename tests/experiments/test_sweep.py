@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from experiments import config, sweep
-from experiments.sweep import Block, Decode, Experiment, Models, Run
+from experiments.sweep import LOOKUP, Block, Decode, Dynamic, Experiment, Lookup, Models, Run
+from specjax.testing import table_model
+from specjax.tree import Topology
 
 ONE = ("a",)
 
@@ -122,7 +125,20 @@ def test_cell_ids_change_with_every_setting_that_matters():
             ["a tree needs a draft", "(a, b)", "at 2 more points"],
         ),
         (Block(product={"run.seed": [0]}), {"drafts": ONE}, ["drafts need a tree to fill"]),
-        (Block(product={"run.seed": [0]}), {"drafts": ("c",), "tree": (1,)}, ["'c' is not among models.drafts (a, b)"]),
+        (
+            Block(product={"run.seed": [0]}),
+            {"drafts": ("c",), "tree": (1,)},
+            ["'c' is neither among models.drafts (a, b) nor 'prompt_lookup'"],
+        ),
+        (
+            Block(product={"decode.dynamic.nodes": [99]}),
+            {"drafts": ("a", "b"), "builder": "grow", "dynamic": Dynamic(2, 3, 4)},
+            ["at decode.dynamic.nodes=99: decode.dynamic: grow: 99 nodes are more than the 10"],
+        ),
+        (Block(product={"decode.builder": ["grwo"]}), {}, ["decode.builder: expected one of", "did you mean 'grow'?"]),
+        (Block(product={"decode.lookup.min_match": [9]}), {}, ["decode.lookup.max_match: expected >= min_match"]),
+        (Block(product={"decode.lookup.branches": [0]}), {}, ["decode.lookup.branches: expected >= 1, got 0"]),
+        (Block(product={"decode.lookup.branch": [1]}), {}, ["unknown key; did you mean decode.lookup.branches?"]),
         (Block(product={"run.seed": [0]}), {"drafts": ("a", "a"), "tree": (1,)}, ["names a draft twice"]),
         (
             Block(product={"run.seed": [0]}),
@@ -139,6 +155,12 @@ def test_what_makes_no_sense_is_refused_with_its_place(block, decode, words):
         assert word in str(error.value)
 
 
+def test_a_directory_may_not_have_the_name_of_a_source():
+    base = Experiment(Run("test"), Models("t", ("zoo/prompt_lookup",)), Decode(tree=(1,), drafts=(LOOKUP,)))
+    with pytest.raises(config.ConfigError, match="names a source that needs no directory"):
+        sweep.cells(base)
+
+
 def test_two_drafts_of_one_name_are_refused():
     base = Experiment(Run("test"), Models("t", ("zoo/a", "other/a")), Decode(tree=(1,), drafts=("a",)))
     with pytest.raises(config.ConfigError, match="directory names must differ"):
@@ -146,14 +168,67 @@ def test_two_drafts_of_one_name_are_refused():
 
 
 def test_labels():
-    assert sweep.label(()) == "incremental"
-    assert sweep.label((3, 2, 1, 1)) == "<3,2,1,1>"
-    assert sweep.label(((0,), (1,), (0, 0))) == "paths(3)"
+    label = lambda *drafts, **settings: sweep.label(Decode(drafts=drafts, **settings))
+    assert label() == "incremental"
+    assert label("a", "b", tree=(3, 2, 1, 1)) == "<3,2,1,1>"
+    assert label("a", tree=((0,), (1,), (0, 0))) == "paths(3)"
+    assert label("a", builder="grow", dynamic=Dynamic(4, 3, 9)) == "grow(4x3:9)"
+    assert label(LOOKUP) == "copy(3x7)"
+    assert label(LOOKUP, "a", "b", tree=(2, 1)) == "copy(3x7) + <2,1>"
+    assert label("a", LOOKUP, tree=(2, 1), combine="first") == "<2,1> or copy(3x7)"
+
+
+def test_settings_that_a_cell_does_not_use_do_not_change_its_id():
+    """Of a static tree, a dynamic one, and a lookup alone: whatever else is set, the cell is the same."""
+    static = {"drafts": ("a", "b"), "tree": (2, 1)}
+    dynamic = {"drafts": ("a", "b"), "builder": "expand_and_rerank"}
+    alone = {"drafts": (LOOKUP,)}
+    other_size, other_lookup = Dynamic(2, 2, 3), Lookup(branches=1)
+    for used, unused in (
+        (static, [{"dynamic": other_size}, {"lookup": other_lookup}]),
+        (dynamic, [{"tree": (3,)}, {"lookup": other_lookup}]),
+        (
+            alone,
+            [
+                {"tree": (3,)},
+                {"dynamic": other_size},
+                {"builder": "grow"},
+                {"draft_mode": "iid"},
+                {"combine": "first"},
+            ],
+        ),
+    ):
+        base = Experiment(Run("test"), Models("t", () if used is alone else ("zoo/a", "zoo/b")), Decode(**used))
+        cells = [dataclasses.replace(base, decode=Decode(**used, **extra)) for extra in unused]
+        assert {sweep.cells(cell)[0].id for cell in cells} == {sweep.cells(base)[0].id}
+
+
+def test_settings_that_a_cell_uses_are_swept():
+    block = Block(
+        product={"decode.builder": ["grow", "expand_and_rerank"], "decode.dynamic.nodes": [5, 6]},
+        zip={"decode.drafts": [["a", "b"], ["a", LOOKUP]], "decode.lookup.length": [7, 4]},
+    )
+    found = sweep.cells(experiment(block, tree=(1,), draft_mode="iid"))
+    assert len(found) == 8 == len({cell.id for cell in found})
+    first, second = found[:2]
+    assert (first.config.decode.dynamic.nodes, first.config.decode.tree) == (5, ())
+    assert (second.config.decode.lookup.length, second.config.models.drafts) == (4, ("zoo/a",))
+    assert config.from_dict(Experiment, config.to_dict(first.config)) == first.config
+
+
+def test_builders_are_the_library_s():
+    assert sweep.builder(Decode()) is sweep.builder(Decode(drafts=(LOOKUP,), tree=(2,))) is None
+    static = sweep.builder(Decode(drafts=("a",), tree=(2, 1)))
+    assert isinstance(static, Topology) and static.shape.num_nodes == 5
+    dynamic = sweep.builder(Decode(drafts=("a",), builder="grow", dynamic=Dynamic(2, 3, 4)))
+    drafter = dynamic(table_model(np.zeros(8)), "iid")
+    assert (drafter.max_depth, drafter.laws) == (3, ("grown iid",))
 
 
 def test_every_shipped_config_of_this_kind_is_valid():
     cells = sweep.cells(config.load(Experiment, config.REPOSITORY / "configs/quickstart.toml"))
-    text = {(cell.config.decode.temperature, sweep.label(cell.config.decode.tree)) for cell in cells}
+    text = {(cell.config.decode.temperature, sweep.label(cell.config.decode)) for cell in cells}
     trees = {"incremental", "<1,1,1,1>", "<1,1,3,1,1,1,1,1>", "<2,1,1,1>", "<3,2,1,1>"}
     assert text == {(temperature, tree) for temperature in (0.0, 1.0) for tree in trees}
+    assert len(cells) == 22
     assert {len(cell.config.decode.drafts) for cell in cells} == {0, 1, 2, 3}

@@ -25,12 +25,13 @@ def _turn(x, positions, theta):
     return turned
 
 
-def logits(tensors, text, *, layers, heads, kv_heads, head_dim, theta=10_000.0, eps=1e-6, tied=False):
+def logits(tensors, text, *, layers, heads, kv_heads, head_dim, theta=10_000.0, eps=1e-6, tied=False, windows=None):
     """[N, V] for a text of N tokens.
 
     Args:
       tensors: arrays by their Hugging Face names.
       text: the token ids.
+      windows: per layer how many positions a row sees, its own included; None for all.
     """
     tensors = {name: np.asarray(value, np.float64) for name, value in tensors.items()}
     count = len(text)
@@ -43,12 +44,14 @@ def logits(tensors, text, *, layers, heads, kv_heads, head_dim, theta=10_000.0, 
         v = _linear(tensors, f"{at}.self_attn.v_proj", h).reshape(count, kv_heads, head_dim)
         q, k = _turn(q, range(count), theta), _turn(k, range(count), theta)
         mixed = np.zeros((count, heads, head_dim))
+        window = windows[layer] if windows and windows[layer] else count
         for head in range(heads):
             source = head // (heads // kv_heads)
             for i in range(count):
-                scores = [q[i, head] @ k[j, source] / math.sqrt(head_dim) for j in range(i + 1)]
+                first = max(i + 1 - window, 0)
+                scores = [q[i, head] @ k[j, source] / math.sqrt(head_dim) for j in range(first, i + 1)]
                 weights = np.exp(np.array(scores) - max(scores))
-                mixed[i, head] = (weights / weights.sum()) @ v[: i + 1, source]
+                mixed[i, head] = (weights / weights.sum()) @ v[first : i + 1, source]
         x = x + _linear(tensors, f"{at}.self_attn.o_proj", mixed.reshape(count, -1))
         h = _norm(x, tensors[f"{at}.post_attention_layernorm.weight"], eps)
         gate = _linear(tensors, f"{at}.mlp.gate_proj", h)

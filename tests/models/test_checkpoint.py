@@ -10,14 +10,17 @@ import pytest
 import safetensors.numpy
 
 from specjax.models import DecoderConfig, init_model, load_model, load_tokenizer, save_model
+from specjax.models.families import from_hugging_face
+from specjax.models.rope import Dynamic, Linear, Llama3, Rope, Yarn
 from specjax.testing import fresh_logits
 from tests.models import directories, numpy_llama
 
 TEXT = [5, 9, 1, 60, 5, 33, 2]
+TWELVE = [*TEXT, 8, 63, 9, 40, 17]
 BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
-def expected(weights, sizes=directories.SIZES, *, tied=False, eps=1e-5, theta=10_000.0, text=TEXT):
+def expected(weights, sizes=directories.SIZES, *, tied=False, eps=1e-5, theta=10_000.0, text=TEXT, windows=None):
     return numpy_llama.logits(
         weights,
         text,
@@ -28,11 +31,13 @@ def expected(weights, sizes=directories.SIZES, *, tied=False, eps=1e-5, theta=10
         theta=theta,
         eps=eps,
         tied=tied,
+        windows=windows,
     )
 
 
-def check_logits(folder, weights, **settings):
-    np.testing.assert_allclose(fresh_logits(load_model(folder), TEXT), expected(weights, **settings), atol=1e-4, rtol=0)
+def check_logits(folder, weights, text=TEXT, **settings):
+    ours = fresh_logits(load_model(folder), text)
+    np.testing.assert_allclose(ours, expected(weights, text=text, **settings), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -103,16 +108,22 @@ def test_rope_base_is_read_where_it_is(tmp_path, changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2'; supported are llama, mistral, qwen2"),
-        ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling of type 'llama3'"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2'; supported are llama, mistral, opt, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'; supported is 'silu'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 8.0}}, "type 'longrope'; supported are default, linear"),
+        ({"rope_scaling": {"type": "linear"}}, "in rope_scaling no 'factor'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, "expected one flat object for all layers"),
         ({"hidden_size": None}, "no 'hidden_size'"),
-        ({"model_type": "mistral", "sliding_window": 4}, "sliding window of 4 positions"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}, "sliding window of 4 positions"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window 0; expected an integer >= 1"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "for each of 2 layers"),
+        (
+            {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2},
+            "no sliding_window with use_sliding_window",
+        ),
         ({"num_key_value_heads": 3}, "multiple of num_kv_heads"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": "linear"}, "rope_scaling 'linear'"),
+        ({"rope_scaling": "linear"}, "rope_scaling 'linear'; expected one flat object"),
         ({"num_attention_heads": "4"}, "num_attention_heads '4'"),
         ({"max_position_embeddings": 1e3}, "max_position_embeddings 1000.0"),
         ({"rms_norm_eps": 0}, "rms_norm_eps 0"),
@@ -131,6 +142,51 @@ def test_a_dtype_that_would_round_weights_to_nothing_is_refused(tmp_path):
     folder = directories.write(tmp_path, directories.config(), directories.tensors())
     with pytest.raises(ValueError, match="unknown dtype 'int32'; expected float32"):
         load_model(folder, dtype="int32")
+
+
+def test_every_problem_of_a_config_is_named_at_once(tmp_path):
+    raw = directories.config(hidden_act="gelu", vocab_size="64", rope_scaling={"type": "yarn"})
+    with pytest.raises(ValueError, match="cannot be loaded") as caught:
+        load_model(directories.write(tmp_path, raw, directories.tensors()))
+    for part in ("hidden_act 'gelu'", "vocab_size '64'", "in rope_scaling no 'factor'"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4}, (None, None)),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, (None, 4)),
+        ({"model_type": "mistral", "sliding_window": 4}, (4, 4)),
+        ({"model_type": "mistral", "sliding_window": None}, (None, None)),
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, (4096, 4096)),
+        ({"model_type": "llama", "sliding_window": 4}, (None, None)),
+    ],
+    ids=["qwen2-off", "qwen2-upper-layers", "mistral", "mistral-null", "mistral-default", "llama-has-none"],
+)
+def test_windows_follow_the_flags(tmp_path, changes, windows):
+    """B34: a size alone is no window for Qwen; null is none for Mistral, and no key is its default."""
+    weights = directories.tensors(qkv_bias=changes["model_type"] == "qwen2")
+    folder = directories.write(tmp_path, directories.config(), weights)
+    raw = directories.config(**changes)
+    if "sliding_window" in changes:
+        raw["sliding_window"] = changes["sliding_window"]  # null stays in the file
+    (folder / "config.json").write_text(json.dumps(raw))
+    read = from_hugging_face(raw).windows
+    assert (read or (None, None)) == windows
+    if windows[1] != 4096:  # beyond any text worth computing here
+        check_logits(folder, weights, text=TWELVE, windows=windows)
+
+
+def test_names_may_lack_the_prefix(tmp_path):
+    """Files of a bare decoder, without a head, have names without "model."; a name given both ways is one too many."""
+    weights = directories.tensors(head=False)
+    bare = {name.removeprefix("model."): value for name, value in weights.items()}
+    folder = directories.write(tmp_path, directories.config(tie_word_embeddings=True), bare)
+    check_logits(folder, weights, tied=True)
+    directories.write(tmp_path, directories.config(tie_word_embeddings=True), bare | weights)
+    with pytest.raises(ValueError, match="norm.weight in model.safetensors; expected it once"):
+        load_model(folder)
 
 
 def test_every_problem_is_named_at_once(tmp_path):
@@ -260,8 +316,11 @@ CONFIG = DecoderConfig(
     num_kv_heads=2,
     head_dim=8,
     max_positions=128,
-    rope_theta=500.0,
+    rope=Rope(500.0),
 )
+
+
+OPT = {"num_kv_heads": 4, "rope": None, "norm": "layer", "norm_eps": 1e-5, "mlp": "relu", "tied_head": True}
 
 
 @pytest.mark.parametrize(
@@ -271,8 +330,17 @@ CONFIG = DecoderConfig(
         {"tied_head": True},
         {"qkv_bias": True},
         {"qkv_bias": True, "o_bias": True},
-        {"mlp_bias": True, "head_dim": 6, "norm_eps": 1e-5},
+        {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "head_dim": 6, "norm_eps": 1e-5},
+        {"qkv_bias": True, "windows": (None, 4)},
+        {"qk_norm": True, "windows": (4, None), "head_dim": 24},
+        {"windows": (4, 4), "rope": Rope(50.0, Linear(4.0, 32))},
+        {"rope": Rope(50.0, Dynamic(4.0, 32))},
+        {"rope": Rope(50.0, Llama3(4.0, 32, 1.0, 4.0))},
+        {"rope": Rope(50.0, Yarn(4.0, 32, 1.2, beta_fast=16.0, truncate=False))},
+        OPT,
+        {**OPT, "norm_first": False, "final_norm": False, "embed_size": 16, "tied_head": False},
     ],
+    ids=str,
 )
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 9000], ids=["single", "shards"])
 def test_saved_models_read_back(tmp_path, changes, max_shard_bytes):
@@ -292,6 +360,14 @@ def test_saved_models_read_back(tmp_path, changes, max_shard_bytes):
         assert max(sizes) < max_shard_bytes + 2000  # the header comes on top
 
 
+def test_options_that_no_family_has_are_not_written(tmp_path):
+    config = dataclasses.replace(CONFIG, windows=(4, 8))
+    params = init_model(config, jax.random.key(0)).params
+    with pytest.raises(ValueError, match="cannot be written .* mistral, the nearest family, .* another windows"):
+        save_model(tmp_path, config, params)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_saving_again_leaves_no_files_of_the_last_time(tmp_path):
     """A stale index would win over the new single file."""
     first, second = (init_model(CONFIG, jax.random.key(seed)).params for seed in (0, 1))
@@ -302,7 +378,7 @@ def test_saving_again_leaves_no_files_of_the_last_time(tmp_path):
 
 
 def test_bad_arguments_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="expected dtype float32, float16, bfloat16, got 'int8'"):
+    with pytest.raises(ValueError, match="expected dtype float32, bfloat16, float16, got 'int8'"):
         save_model(tmp_path, CONFIG, init_model(CONFIG, jax.random.key(0)).params, dtype="int8")
     folder = directories.write(tmp_path, directories.config(), directories.tensors())
     with pytest.raises(ValueError, match="unknown attention implementation 'flash'; known are reference, xla"):

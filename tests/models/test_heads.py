@@ -10,13 +10,13 @@ import pytest
 import safetensors.numpy
 
 import specjax as sj
-from specjax.models import MedusaConfig, init_eagle, init_medusa, medusa_logits, save_heads
+from specjax.models import EagleConfig, MedusaConfig, init_eagle, init_medusa, medusa_logits, save_heads
 from specjax.models.eagle import abstract_eagle
 from specjax.models.medusa import abstract_medusa
 from tests.helpers import TINY, context, tiny
 
 MEDUSA = MedusaConfig(TINY.hidden_size, TINY.vocab_size, num_heads=2)
-EAGLE = dataclasses.replace(TINY, num_layers=1)
+EAGLE = EagleConfig(TINY.hidden_size, TINY.vocab_size, 48, 4, 2, 8, TINY.max_positions)
 
 
 def random_params(shapes):
@@ -124,9 +124,9 @@ def test_all_misshaped_tensors_are_named_at_once(directory):
     with pytest.raises(ValueError, match="truncated or not a safetensors file"):
         sj.load_heads(directory, tiny(0))
     (directory / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="expected the weights beside config.json"):
+    with pytest.raises(FileNotFoundError, match="no weights; expected model.safetensors"):
         sj.load_heads(directory, tiny(0))
-    with pytest.raises(FileNotFoundError, match="expected a directory of draft heads"):
+    with pytest.raises(FileNotFoundError, match="config.json: no such file"):
         sj.load_heads(directory / "nowhere", tiny(0))
 
 

@@ -1,13 +1,11 @@
 """Losses of draft heads against NumPy, and steps that learn what can be learned."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models import MedusaConfig, init_eagle, init_medusa
+from specjax.models import EagleConfig, MedusaConfig, init_eagle, init_medusa
 from specjax.testing import fresh_logits
 from specjax.train import (
     causal_pass,
@@ -74,7 +72,7 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(name, product_dtyp
         params = init_medusa(config, target)
         step = make_medusa_step(config, target, optimizer, decay=0.8, product_dtype=product_dtype)
     else:
-        config = dataclasses.replace(TINY, num_layers=1)
+        config = EagleConfig(TINY.hidden_size, TINY.vocab_size, 64, 4, 2, 8, TINY.max_positions)
         params = init_eagle(config, jax.random.key(0), hidden=hidden)
         step = make_eagle_step(config, target, optimizer, class_weight=0.1, product_dtype=product_dtype)
     before = jax.tree.map(np.array, target.params)
