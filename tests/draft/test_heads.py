@@ -19,7 +19,7 @@ from specjax.request import prepare
 from specjax.sampling import stack_warps
 from specjax.testing import context_model, fresh_logits, mixed, reference_text, table_model
 from specjax.train import causal_pass
-from specjax.types import ForwardOut, Model, TreeMask
+from specjax.types import ForwardOut, Model
 from tests.helpers import TINY, VOCAB, context, prompts_of, round_keys, slot_paths, softmax, tight_topology, tiny
 
 RAGGED = [[0], [1], [3], [0, 0], [1, 0], [3, 2], [0, 0, 0], [3, 2, 1], [3, 2, 1, 1]]
