@@ -1,7 +1,7 @@
 """From logits to distributions and tokens: one warp for target, draft and baseline, one source of noise per request."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -59,8 +59,9 @@ class Warp:
 def _likeliest(probs: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:
     """The fewest most likely tokens whose weights add up to ``enough``; of equally likely ones, the lower ids first.
 
-    Without a sort, which takes longer to run and, on a TPU, half a minute to compile: the probability of the last token
-    kept is found by bisection over its bits, which order nonnegative floats as they order integers.
+    By two bisections, over the bits of the probability of the last token kept (bits order nonnegative floats as they
+    order integers) and over its id: sums over the vocabulary are fast everywhere, sorts and running sums are not, and
+    take a TPU's compiler half a minute.
 
     Args:
       probs: [..., V] >= 0.
@@ -72,18 +73,26 @@ def _likeliest(probs: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.A
     """
     width = jnp.finfo(probs.dtype).bits
     bits = lax.bitcast_convert_type(probs, jnp.dtype(f"int{width}"))
+    ids = jnp.broadcast_to(jnp.arange(probs.shape[-1], dtype=bits.dtype), bits.shape)
 
     def add(which: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(which, weights, 0), axis=-1, keepdims=True)
 
-    def halve(step: jax.Array, cut: jax.Array) -> jax.Array:
-        higher = cut | (jnp.ones((), bits.dtype) << (width - 2 - step))
-        return jnp.where(add(bits >= higher) >= enough, higher, cut)
+    cut = _largest(bits, width - 1, lambda cut: add(bits >= cut) >= enough)
+    last = _largest(
+        ids, probs.shape[-1].bit_length(), lambda last: add((bits > cut) | ((bits == cut) & (ids < last))) < enough
+    )
+    return (bits > cut) | ((bits == cut) & (ids <= last))
 
-    cut = lax.fori_loop(0, width - 1, halve, jnp.zeros_like(bits[..., :1]))
-    level = bits == cut
-    place = jnp.cumsum(level, axis=-1, dtype=weights.dtype) - 1
-    return (bits > cut) | (level & (add(bits > cut) + place * weights < enough))
+
+def _largest(like: jax.Array, num_bits: int, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The largest integers [..., 1] below 2^num_bits for which ``holds``, which is true up to some point from 0 on."""
+
+    def try_bit(step: jax.Array, value: jax.Array) -> jax.Array:
+        higher = value | (jnp.ones((), value.dtype) << (num_bits - 1 - step))
+        return jnp.where(holds(higher), higher, value)
+
+    return lax.fori_loop(0, num_bits, try_bit, jnp.zeros_like(like[..., :1]))
 
 
 def check_warp(warp: Warp) -> None:
