@@ -23,7 +23,7 @@ def draft_rounds(drafter: Drafter, prompt: Sequence[int]) -> Callable[[], float]
     length, width = len(prompt), drafter.max_depth + 1
     tokens = np.zeros((1, -(-(length + 2 * ROUNDS) // CHUNK) * CHUNK), np.int32)
     tokens[0, :length] = prompt
-    state = jax.jit(drafter.init)(drafter.params, tokens, jnp.array([length]))
+    state = jax.jit(drafter.init)(drafter.params, tokens, jnp.array([length]), None)
     streams, warp = Streams.from_seeds(jnp.zeros(1, jnp.uint32)), stack_warps([sj.Warp(1.0)])
 
     @jax.jit

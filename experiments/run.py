@@ -47,6 +47,7 @@ class Workshop:
 
     def __init__(self, cells: Sequence[Cell]):
         self.model = functools.cache(_load_model)
+        self.draft = functools.cache(self._load_draft)
         self.prompts = functools.cache(_load_prompts)
         self.baseline = functools.cache(self._baseline)
         self.screening = screening.Screening(self._whole_call)
@@ -79,8 +80,9 @@ class Workshop:
                 fingerprints[experiment.run.prompts] = prompts.fingerprint(texts)
                 models = experiment.models
                 for pair in {(models.target, path) for path in models.drafts} - pairs:
-                    sj.check_pair(*(self.model(path, models.attention, models.dtype) for path in pair))
                     pairs.add(pair)
+                    if not sj.is_heads(config.resolve(pair[1])):  # these have no ids of their own
+                        sj.check_pair(*(self.model(path, models.attention, models.dtype) for path in pair))
                 prepare(**self._call(experiment, texts))
             except ConfigError as error:
                 problems += error.problems
@@ -137,6 +139,15 @@ class Workshop:
             first += len(batch)
         return measured
 
+    def _load_draft(self, path: str, target: str, attention: str | None, dtype: str) -> sj.Model:
+        """An SSM, or heads on the target's hidden states; the directory's config.json says which."""
+        directory, large = config.resolve(path), self.model(target, attention, dtype)
+        if sj.is_heads(directory):
+            return sj.load_heads(directory, large, attention=attention, dtype=dtype)
+        draft = self.model(path, attention, dtype)
+        padded = draft.vocab_size != large.vocab_size  # and nothing else: check_pair has compared their tokenizers
+        return sj.draft.with_vocabulary(draft, large.vocab_size) if padded else draft
+
     def _baseline(self, experiment: Experiment) -> list[Measured]:
         return self.measure(experiment, lambda share: None)
 
@@ -155,7 +166,7 @@ class Workshop:
         drafts = [
             sj.draft.prompt_lookup(target.vocab_size, **dataclasses.asdict(decode.lookup))
             if name == sweep.LOOKUP
-            else self.model(next(directories), models.attention, models.dtype)
+            else self.draft(next(directories), models.target, models.attention, models.dtype)
             for name in decode.drafts
         ]
         if decode.combine == "first":

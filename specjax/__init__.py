@@ -10,7 +10,7 @@ from specjax.generate import (
     stream,
 )
 from specjax.mask import ancestor_mask
-from specjax.models import check_pair, load_chat_template, load_model, load_tokenizer
+from specjax.models import check_pair, is_heads, load_chat_template, load_heads, load_model, load_tokenizer
 from specjax.sampling import Warp
 from specjax.tree import (
     TokenTree,
@@ -39,7 +39,9 @@ __all__ = [
     "draft",
     "draw_picture",
     "generate",
+    "is_heads",
     "load_chat_template",
+    "load_heads",
     "load_model",
     "load_tokenizer",
     "models",

@@ -50,6 +50,8 @@ class KVCache:
           rows: [B, R] int32 tree-buffer rows; they need not be contiguous, since an accepted path is not.
           counts: [B] int32, how many of them to keep (the rest are ignored); lengths grow by this much.
         """
+        if not self.k:  # of a model without layers: there is nothing but the lengths
+            return dataclasses.replace(self, lengths=self.lengths + counts)
         batch, width = rows.shape
         capacity = self.k[0].shape[2]
         # The kept rows land side by side, in one window per sequence; near the end of the cache it starts early.

@@ -29,6 +29,7 @@ class Spec(NamedTuple):
     draft_commit: Callable
     verify: Callable
     max_depth: int
+    reads_hidden: bool = False  # whether the drafter reads the target's hidden states
     draft_sizes: tuple[Callable, ...] = ()  # several functions instead of draft_propose,
     draft_choose: Callable | None = None  # and which of them makes a round
 
@@ -107,7 +108,14 @@ def start(
       warp, draft_warp: [B] fields.
     """
     batch, capacity = tokens.shape
-    logits, cache = prefill.prefill(spec.forward, params.target, spec.init_cache(batch, capacity), tokens, lengths)
+    logits, hidden, cache = prefill.prefill(
+        spec.forward,
+        params.target,
+        spec.init_cache(batch, capacity),
+        tokens,
+        lengths,
+        keep_hidden=spec.reads_hidden,
+    )
     streams = Streams.from_seeds(seeds)
 
     def sampled() -> jax.Array:
@@ -124,7 +132,7 @@ def start(
         warp=warp,
         draft_warp=draft_warp,
         cache=cache,
-        drafter=spec.draft_init(params.drafter, tokens, lengths),
+        drafter=spec.draft_init(params.drafter, tokens, lengths, hidden),
         rounds=Rounds(
             jnp.zeros((batch, capacity), jnp.int32),
             jnp.zeros((batch, capacity), jnp.int32),
@@ -135,7 +143,9 @@ def start(
     width = spec.max_depth + 1
     emitted = jnp.zeros((batch, width), jnp.int32).at[:, 0].set(first)
     state, emission = _emit(state, emitted, jnp.ones_like(lengths), jnp.zeros((batch, width), jnp.int32))
-    return dataclasses.replace(state, drafter=spec.draft_commit(params.drafter, state.drafter, emission, None))
+    # As after a round whose tree was the prompt's last token.
+    last = None if hidden is None else jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+    return dataclasses.replace(state, drafter=spec.draft_commit(params.drafter, state.drafter, emission, last))
 
 
 def round(spec: Spec, params: Params, state: DecodeState) -> tuple[DecodeState, RoundInfo]:
@@ -180,7 +190,7 @@ def round(spec: Spec, params: Params, state: DecodeState) -> tuple[DecodeState, 
         state,
         # One row less than emitted: the last token emitted is the next root. One more: this round's root.
         cache=out.cache.commit(emission.path, emission.counts),
-        drafter=spec.draft_commit(params.drafter, drafter, emission, out.hidden),
+        drafter=spec.draft_commit(params.drafter, drafter, emission, out.hidden if spec.reads_hidden else None),
         rounds=Rounds(
             into(records.accepted, accepted),
             into(records.emitted, emission.counts),

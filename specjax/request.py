@@ -53,6 +53,8 @@ def prepare(
     """Check a request and resolve its names; arguments and errors are those of ``generate``. Nothing is compiled."""
     if not isinstance(target, Model):
         raise ValueError(f"target is a {type(target).__name__}; expected a Model, as load_model returns")
+    if target.reads_hidden is not None:
+        raise ValueError("target is a draft model that reads another model's hidden states; pass it as one of drafts")
     drafter = make_drafter(drafts, tree, draft_mode)
     verifier = _verifier(verifier, drafter, allow_lossy)
     tokens, lengths = _prompts(prompts, target)
@@ -90,6 +92,7 @@ def prepare(
         drafter.commit,
         verifier.verify,
         drafter.max_depth,
+        drafter.reads_hidden is not None,
         draft_sizes=drafter.sizes,
         draft_choose=drafter.choose,
     )
@@ -141,6 +144,11 @@ def make_drafter(
             built = tree(draft, DRAFT_MODES[draft_mode])
             if not isinstance(built, Drafter):
                 raise ValueError(f"the builder given as tree returned a {type(built).__name__}; expected a Drafter")
+            if built.reads_hidden != draft.reads_hidden:
+                raise ValueError(
+                    f"the builder given as tree returned a Drafter with reads_hidden={built.reads_hidden} for a draft "
+                    f"model with reads_hidden={draft.reads_hidden}; it must pass them on, as specjax.draft.ssm does"
+                )
             parts.append(built)
     if not parts:
         return NO_DRAFT
@@ -193,6 +201,12 @@ def _check_room(target: Model, drafter: Drafter, lengths: np.ndarray, budgets: n
             f"the drafts' vocabulary has {drafter.vocab_size} tokens and the target's {target.vocab_size}; they must "
             "share one vocabulary. If one tokenizer serves both and only padding differs, or ids can be translated, "
             f"draft with specjax.draft.with_vocabulary(draft, {target.vocab_size})"
+        )
+    if drafter.reads_hidden is not None and drafter.reads_hidden != target.hidden_size:
+        given = "gives none" if target.hidden_size is None else f"gives {target.hidden_size}"
+        raise ValueError(
+            f"the drafts read hidden states of {drafter.reads_hidden} numbers, and the target {given}; they need the "
+            "target they were trained for"
         )
     for name, limit in (("target", target.max_positions), ("draft", drafter.max_positions)):
         if limit is None:

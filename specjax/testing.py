@@ -59,12 +59,12 @@ def context_model(
 
     The cache holds one whole number per row, drawn for its token and position; their sum over the visible rows chooses
     one of 1024 rows of random logits. So one wrong mask bit, position or committed row gives unrelated logits, equality
-    of texts is exact on any device, and compiling it costs little more than a table model.
+    of texts is exact on any device, and compiling it costs little more than a table model. The sum is its hidden state.
     """
     rng = np.random.default_rng(seed)
     marks = jnp.asarray(rng.integers(0, 4096, (max_positions, vocab_size)), jnp.float32)  # sums stay below 2^24
     logits = jnp.asarray(scale * rng.normal(size=(1024, vocab_size)), jnp.float32)
-    return Model(_context_forward, (marks, logits), _context_cache, vocab_size, max_positions, eos_ids)
+    return Model(_context_forward, (marks, logits), _context_cache, vocab_size, max_positions, eos_ids, hidden_size=1)
 
 
 def _context_forward(params, tokens, positions, mask, cache, *, rows=None):
@@ -75,9 +75,8 @@ def _context_forward(params, tokens, positions, mask, cache, *, rows=None):
     committed = jnp.arange(kept.shape[1]) < mask.prefix_lengths[:, None]
     total = jnp.sum(jnp.where(committed, kept, 0), axis=1)[:, None]
     total += jnp.sum(jnp.where(mask.tree_mask, beside[:, None], 0), axis=2)
-    if rows is not None:
-        total = jnp.take_along_axis(total, rows, axis=1)
-    return ForwardOut(logits[total.astype(jnp.int32) % 1024], None, cache)
+    wanted = total if rows is None else jnp.take_along_axis(total, rows, axis=1)
+    return ForwardOut(logits[wanted.astype(jnp.int32) % 1024], total[..., None], cache)
 
 
 def _context_cache(batch: int, capacity: int) -> KVCache:
@@ -110,8 +109,8 @@ def _altered(model: Model, alter: Callable[[jax.Array, jax.Array, jax.Array], ja
 
 @functools.cache
 def _altered_forward(forward, alter):
-    def altered(params, tokens, positions, mask, cache, *, rows=None):
-        out = forward(params, tokens, positions, mask, cache, rows=rows)
+    def altered(params, tokens, positions, mask, cache, *, rows=None, **known):
+        out = forward(params, tokens, positions, mask, cache, rows=rows, **known)
         if rows is not None:
             tokens, positions = (jnp.take_along_axis(field, rows, axis=1) for field in (tokens, positions))
         return out._replace(logits=alter(out.logits, tokens, positions))

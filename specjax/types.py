@@ -61,6 +61,11 @@ class Model(NamedTuple):
 
     ``forward`` and ``init_cache`` are compared by identity when deciding whether compiled code can be reused, so make
     them once per architecture and not once per call.
+
+    A draft model may read the target's last hidden states, as Medusa's and EAGLE's do. Its ``forward`` then takes one
+    more argument, ``before`` [B, N, H]: for each fed token the target's hidden state that chose it (zeros for a text's
+    first token). It is given whenever committed tokens are fed; for drafted ones, which the target has not seen, it is
+    None, and the model makes do with what it predicted itself. Rows fed without it never descend from each other.
     """
 
     forward: Forward
@@ -70,6 +75,11 @@ class Model(NamedTuple):
     max_positions: int
     eos_ids: tuple[int, ...] = ()
     directory: str | None = None  # where it was loaded from
+    hidden_size: int | None = None  # D of ForwardOut.hidden; None: it gives none
+    embed: Callable[[PyTree, jax.Array], jax.Array] | None = None  # (params, tokens [..]) -> [.., D], the first layer's
+    head: Callable[[PyTree, jax.Array], jax.Array] | None = None  # (params, hidden [.., D]) -> logits [.., V]
+    reads_hidden: int | None = None  # a draft model's H, the target's D that it reads; None: it reads none
+    max_depth: int | None = None  # a draft model's limit: how many tokens behind the last committed one it can draft
 
 
 class Draws(NamedTuple):
@@ -136,10 +146,15 @@ class Verifier(NamedTuple):
 class Drafter(NamedTuple):
     """A draft source as pure functions over a batch, with the data they work on.
 
-    ``init(params, tokens [B, T], lengths [B]) -> state`` reads right-padded prompts. ``propose(params, keys, state,
-    roots [B], warp) -> (TokenTree, state)`` drafts one tree per row; row i's tree depends on row i alone.
-    ``commit(params, state, emission, hidden) -> state`` learns which tokens were emitted; ``hidden`` is the target's
-    [B, N, D] of the scored tree, or None. Every array of the state has a leading batch axis.
+    ``init(params, tokens [B, T], lengths [B], hidden) -> state`` reads right-padded prompts. ``propose(params, keys,
+    state, roots [B], warp) -> (TokenTree, state)`` drafts one tree per row; row i's tree depends on row i alone.
+    ``commit(params, state, emission, hidden) -> state`` learns which tokens were emitted. It is called once before the
+    first ``propose``, for the token that prefill emitted, and then after every round. Every array of the state has a
+    leading batch axis.
+
+    ``hidden`` are the target's last hidden states where ``reads_hidden`` asks for them, else None: [B, T, D] of the
+    prompts in ``init``, [B, N, D] of the tree that ``emission.path`` points into in ``commit`` (after prefill, a tree
+    of the prompt's last token alone). So the one that chose ``emission.tokens[:, j]`` is in row ``path[:, j]``.
 
     A drafter of several sizes has a function like ``propose`` for each in ``sizes``, which may differ in all static
     shapes of their trees, and ``choose(params, state, running [B]) -> index``, which says at run time whose turn it is.
@@ -155,5 +170,6 @@ class Drafter(NamedTuple):
     laws: tuple[str, ...]  # proposal law of each source
     vocab_size: int | None = None  # None: proposes only ids it has seen, so any target's
     max_positions: int | None = None  # None: no limit
+    reads_hidden: int | None = None  # size D of the target's hidden states it reads; None: it reads none
     sizes: tuple[Callable[..., tuple[Any, PyTree]], ...] = ()
     choose: Callable[..., jax.Array] | None = None  # None: there is one size

@@ -55,7 +55,7 @@ def test_a_tree_pass_equals_fresh_passes_and_its_commit_a_fresh_prefill(name):
     parents = [random_parents(rng, NODES) for _ in texts]
     node_tokens = rng.integers(0, model.vocab_size, (3, NODES))
     tokens, lengths = padded(texts)
-    _, cache = prefilled(model.forward, model.params, model.init_cache(3, 128), tokens, lengths)
+    *_, cache = prefilled(model.forward, model.params, model.init_cache(3, 128), tokens, lengths)
     for order in ("depth first", "breadth first", "any"):
         slots = [orders(row)[order] for row in parents]
         moved = np.stack([relabel(row, order) for row, order in zip(parents, slots)])
@@ -76,7 +76,7 @@ def test_a_tree_pass_equals_fresh_passes_and_its_commit_a_fresh_prefill(name):
         rows = np.array([path + [0] * (NODES - len(path)) for path in chosen])
         after = committed(out.cache, jnp.asarray(rows), jnp.asarray(counts))
         whole = [text + [int(fed[row, at]) for at in chosen[row]] for row, text in enumerate(texts)]
-        _, fresh = prefilled(model.forward, model.params, model.init_cache(3, 128), *padded(whole))
+        *_, fresh = prefilled(model.forward, model.params, model.init_cache(3, 128), *padded(whole))
         np.testing.assert_array_equal(after.lengths, fresh.lengths)
         for ours, theirs in zip((*after.k, *after.v), (*fresh.k, *fresh.v)):
             for row, text in enumerate(whole):

@@ -73,6 +73,8 @@ def adaptive(
     source = lambda drafter: (drafter.laws, drafter.vocab_size, drafter.max_positions, drafter.choose)
     if any(source(other) != (*source(first)[:3], None) for other in drafting):
         raise ValueError("the sizes must be of one model and proposal law, and none of them adaptive")
+    if first.reads_hidden is not None:
+        raise ValueError("the sizes are told of several rounds at once, so they cannot read the target's hidden states")
     gains, costs = np.asarray(expected, float), np.atleast_2d(np.asarray(seconds, float))
     if gains.shape != (len(drafters),) or costs.shape != (len(batches), len(drafters)):
         raise ValueError(
@@ -105,8 +107,9 @@ def adaptive(
 def _functions(members, may_rest: bool, depth: int):
     width = depth + 1
 
-    def init(params: AdaptiveParams, tokens: jax.Array, lengths: jax.Array) -> AdaptiveState:
-        member = members[0][0](params.members[0], tokens, lengths)
+    def init(params: AdaptiveParams, tokens: jax.Array, lengths: jax.Array, hidden: jax.Array | None) -> AdaptiveState:
+        del hidden
+        member = members[0][0](params.members[0], tokens, lengths, None)
         nothing = jnp.zeros(lengths.shape)
         state = AdaptiveState(member, tokens, lengths, lengths, jnp.full_like(lengths, -1), nothing, nothing)
         return state._replace(member=tell(params, state, jnp.zeros_like(lengths)).member)  # of the widest emission

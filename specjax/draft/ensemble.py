@@ -173,6 +173,9 @@ def _together(name: str, drafters: Sequence[Drafter], combine: Combine) -> Draft
             f"drafters of {name} need one vocabulary; got sizes {sizes}. specjax.draft.with_vocabulary gives a draft "
             "model the target's"
         )
+    hidden = {drafter.reads_hidden for drafter in drafters if drafter.reads_hidden is not None}
+    if len(hidden) > 1:
+        raise ValueError(f"drafters of {name} read hidden states of sizes {sorted(hidden)}; one target has one size")
     if len(drafters) > 1 and any(drafter.choose is not None for drafter in drafters):
         raise ValueError(f"an adaptive drafter stands alone; make one of {name} of each size instead")
     if len(laws) > MAX_SOURCES:
@@ -185,6 +188,7 @@ def _together(name: str, drafters: Sequence[Drafter], combine: Combine) -> Draft
         laws=laws,
         vocab_size=min(sizes, default=None),
         max_positions=min(positions, default=None),
+        reads_hidden=max(hidden, default=None),
     )
 
 
@@ -211,9 +215,9 @@ def _group(drafters: Sequence[Drafter]) -> tuple[tuple[_Members, ...], tuple[PyT
 # The state of several members is stacked behind the batch axis, which every array of a state leads with.
 @functools.cache
 def _functions(members: tuple[_Members, ...], combine: Combine):
-    def init(params: tuple, tokens: jax.Array, lengths: jax.Array) -> tuple[PyTree, ...]:
+    def init(params: tuple, tokens: jax.Array, lengths: jax.Array, hidden: jax.Array | None) -> tuple[PyTree, ...]:
         return tuple(
-            _mapped(group, group.functions[0], (None, None), 1)(own, tokens, lengths)
+            _mapped(group, group.functions[0], (None, None, None), 1)(own, tokens, lengths, hidden)
             for group, own in zip(members, params)
         )
 

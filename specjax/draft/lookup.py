@@ -69,7 +69,7 @@ def prompt_lookup(
 
 @functools.cache
 def _functions(vocab_size: int, branches: int, length: int, min_match: int, max_match: int):
-    def init(params: None, tokens: jax.Array, lengths: jax.Array) -> LookupState:
+    def init(params: None, tokens: jax.Array, lengths: jax.Array, hidden: jax.Array | None) -> LookupState:
         del params
         return LookupState(tokens, lengths)
 

@@ -7,8 +7,8 @@ from specjax.tree import TokenTree, root_tree
 from specjax.types import Drafter, Emission, RoundKeys
 
 
-def _init(params: None, tokens: jax.Array, lengths: jax.Array) -> None:
-    del params, tokens, lengths
+def _init(params: None, tokens: jax.Array, lengths: jax.Array, hidden: jax.Array | None) -> None:
+    del params, tokens, lengths, hidden
 
 
 def _propose(params: None, keys: RoundKeys, state: None, roots: jax.Array, warp: Warp) -> tuple[TokenTree, None]:

@@ -32,18 +32,20 @@ class SsmState(NamedTuple):
     cache: PyTree
     pending: jax.Array  # [B, D + 1] int32 tokens emitted last round
     counts: jax.Array  # [B] int32
+    before: jax.Array | None = None  # [B, D + 1, H] the hidden states that chose them, for a model that reads those
 
 
 def ssm(model: Model, topology: Topology, law: str) -> Drafter:
     """A drafter that expands ``topology`` with draws from ``model`` (SpecInfer, section 3.1, one SSM).
 
     Args:
-      model: the SSM.
+      model: the SSM, or heads on the target's hidden states (``specjax.load_heads``).
       topology: which draws become nodes; at least one level deep.
       law: name of the proposal law, a key of ``specjax.laws.LAWS``.
 
     Raises:
-      ValueError: for an unknown law, a lone root, or more distinct draws at a node than the vocabulary has tokens.
+      ValueError: for an unknown law, a lone root, more distinct draws at a node than the vocabulary has tokens, or a
+        tree deeper than the model can draft.
     """
     if law not in LAWS:
         raise ValueError(f"unknown proposal law {law!r}; expected one of {sorted(LAWS)}")
@@ -68,34 +70,51 @@ def model_drafter(
 
     ``expand(params: SsmParams, keys, cache, logits [B, V], roots [B], warp) -> TokenTree`` drafts behind caches that
     hold everything up to and including the roots, ``logits`` being those after them.
+
+    Raises:
+      ValueError: for a tree deeper than the model can draft.
     """
+    if model.max_depth is not None and max_depth > model.max_depth:
+        raise ValueError(
+            f"the tree is {max_depth} levels deep, and the draft model drafts {model.max_depth} tokens ahead at most "
+            "(Medusa has a head for each); flatten the tree"
+        )
     return Drafter(
-        *_functions(model.forward, model.init_cache, expand, max_depth),
+        *_functions(model.forward, model.init_cache, expand, max_depth, model.reads_hidden is not None),
         params=SsmParams(model.params, topology),
         max_depth=max_depth,
         laws=(law,),
         vocab_size=model.vocab_size,
         max_positions=model.max_positions,
+        reads_hidden=model.reads_hidden,
     )
 
 
 # Compiled code is reused when these functions are the same objects: hence one set per architecture, law and shape.
 @functools.cache
-def _functions(forward, init_cache, expand: Callable[..., TokenTree], max_depth: int):
-    def init(params: SsmParams, tokens: jax.Array, lengths: jax.Array) -> SsmState:
+def _functions(forward, init_cache, expand: Callable[..., TokenTree], max_depth: int, reads_hidden: bool):
+    def init(params: SsmParams, tokens: jax.Array, lengths: jax.Array, hidden: jax.Array | None) -> SsmState:
         batch, capacity = tokens.shape
-        _, cache = prefill.prefill(forward, params.model, init_cache(batch, capacity), tokens, lengths)
+        known = hidden if reads_hidden else None
+        before = None if known is None else jnp.pad(known, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        cache = init_cache(batch, capacity)
+        *_, cache = prefill.prefill(forward, params.model, cache, tokens, lengths, before=before)
         return SsmState(cache, jnp.zeros((batch, max_depth + 1), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def propose(
         params: SsmParams, keys: RoundKeys, state: SsmState, roots: jax.Array, warp: Warp
     ) -> tuple[TokenTree, SsmState]:
-        logits, cache = prefill.extend(forward, params.model, state.cache, state.pending, state.counts)
+        cache, pending, counts, before = state
+        logits, cache = prefill.extend(forward, params.model, cache, pending, counts, before=before)
         return expand(params, keys, cache, logits, roots, warp), state._replace(cache=cache)
 
     def commit(params: SsmParams, state: SsmState, emission: Emission, hidden: jax.Array | None) -> SsmState:
-        del params, hidden
-        return state._replace(pending=emission.tokens, counts=emission.counts)
+        del params
+        known = hidden if reads_hidden else None
+        # The path means nothing behind the accepted tokens, but what it picks there is not committed either.
+        picked = emission.path[..., None]
+        before = None if known is None else jnp.take_along_axis(known, picked, axis=1, mode="clip")
+        return SsmState(state.cache, emission.tokens, emission.counts, before)
 
     return init, propose, commit
 

@@ -77,10 +77,11 @@ def _forward(forward: Forward, draft_size: int, target_size: int, unknown: int) 
         cache: PyTree,
         *,
         rows: jax.Array | None = None,
+        **hidden: jax.Array,  # of a draft model that reads the target's, see ``Model``
     ):
         own = tokens if params.to_draft is None else params.to_draft[tokens]
         own = jnp.where((own >= 0) & (own < draft_size), own, unknown)
-        out = forward(params.model, own, positions, mask, cache, rows=rows)
+        out = forward(params.model, own, positions, mask, cache, rows=rows, **hidden)
         if params.to_draft is not None:
             known = params.to_draft >= 0
             logits = jnp.where(known, jnp.take(out.logits, jnp.maximum(params.to_draft, 0), axis=-1), -jnp.inf)

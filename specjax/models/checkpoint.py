@@ -149,7 +149,7 @@ def load_model(
         raise ValueError(f"{directory} cannot be loaded:\n  {error}") from None
     eos_ids = _eos_ids(directory, raw)
     wanted = {parameter.name.removeprefix(PREFIX): parameter for parameter in _parameters(config)}
-    forward, init_cache = decoder_functions(config, attention, dtype)
+    functions = decoder_functions(config, attention, dtype)
     stored, promised, problems = stored_tensors(directory, PREFIX)
     problems += _mismatches(config, stored, promised, wanted)
     if problems:
@@ -167,7 +167,7 @@ def load_model(
     by_size = sorted(wanted.items(), key=lambda item: math.prod(item[1].shape), reverse=True)
     placed = [(parameter.path, parameter.leaf.replace(place(short, parameter))) for short, parameter in by_size]
     params = nnx.from_flat_state(placed)
-    return Model(forward, params, init_cache, config.vocab_size, config.max_positions, eos_ids, str(directory))
+    return functions.model(config, params, eos_ids, str(directory))
 
 
 def _warn_of_another_head(directory: Path, config: DecoderConfig, stored: dict[str, Stored]) -> None:

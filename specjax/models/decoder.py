@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -120,20 +121,21 @@ def abstract_decoder(config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.State]:
 type Turns = tuple[jax.Array, jax.Array]  # cos and sin
 
 
-@functools.lru_cache
-def decoder_functions(
-    config: DecoderConfig, attention: str | TreeAttention | None, dtype: str
-) -> tuple[Forward, Callable[[int, int], KVCache]]:
-    """``forward`` and ``init_cache`` of an architecture.
+class HasLayers(Protocol):
+    """What of a module ``layers_function`` runs."""
 
-    Made once per argument, since compiled code is reused by the identity of these functions.
+    layers: nnx.List
+    norm: Norm | None
+
+
+def layers_function(config: DecoderConfig, attention: str | TreeAttention | None) -> Callable:
+    """``run(module, x [B, N, D], positions, mask, cache) -> (x, cache)``: the layers of a module, and its norm if any.
 
     Raises:
       ValueError: no attention implementation has this name.
     """
     if isinstance(attention, str) and attention not in IMPLEMENTATIONS:
         raise ValueError(f"unknown attention implementation {attention!r}; known are {', '.join(IMPLEMENTATIONS)}")
-    graph, _ = abstract_decoder(config)
     over_tree = attention if callable(attention) else functools.partial(tree_attention, implementation=attention)
 
     windows = config.windows or (None,) * config.num_layers
@@ -166,6 +168,64 @@ def decoder_functions(
     def after(norm: Norm, x: jax.Array) -> jax.Array:
         return x if config.norm_first else norm(x, config.norm_eps)
 
+    def run(module: HasLayers, x: jax.Array, positions: jax.Array, mask: TreeMask, cache: KVCache):
+        turned = None if config.rope is None else turns(config.rope, config.head_dim, positions)
+        for index, layer in enumerate(module.layers):
+            attended, cache = attend(index, layer.self_attn, before(layer.input_layernorm, x), turned, mask, cache)
+            x = after(layer.input_layernorm, x + attended)
+            x = x + layer.mlp(before(layer.post_attention_layernorm, x))
+            x = after(layer.post_attention_layernorm, x)
+        return x if module.norm is None else module.norm(x, config.norm_eps), cache
+
+    return run
+
+
+class DecoderFunctions(NamedTuple):
+    """The functions of a ``Model``, for one architecture."""
+
+    forward: Forward
+    init_cache: Callable[[int, int], KVCache]
+    embed: Callable[[PyTree, jax.Array], jax.Array]
+    head: Callable[[PyTree, jax.Array], jax.Array]
+
+    def model(
+        self, config: DecoderConfig, params: PyTree, eos_ids: tuple[int, ...], directory: str | None = None
+    ) -> Model:
+        """The model of these parameters."""
+        return Model(
+            self.forward,
+            params,
+            self.init_cache,
+            config.vocab_size,
+            config.max_positions,
+            eos_ids,
+            directory,
+            hidden_size=config.embed_size or config.hidden_size,
+            embed=self.embed,
+            head=self.head,
+        )
+
+
+@functools.lru_cache
+def decoder_functions(config: DecoderConfig, attention: str | TreeAttention | None, dtype: str) -> DecoderFunctions:
+    """The functions of an architecture.
+
+    Made once per argument, since compiled code is reused by the identity of these functions.
+
+    Raises:
+      ValueError: no attention implementation has this name.
+    """
+    graph, _ = abstract_decoder(config)
+    run_layers = layers_function(config, attention)
+
+    def embed(params: nnx.State, tokens: jax.Array) -> jax.Array:
+        decoder = nnx.merge(graph, params)
+        return decoder.embed_tokens[...][tokens].astype(decoder.layers[0].input_layernorm.scale[...].dtype)
+
+    def head(params: nnx.State, hidden: jax.Array) -> jax.Array:
+        decoder = nnx.merge(graph, params)
+        return product(hidden, decoder.embed_tokens[...].T) if decoder.lm_head is None else decoder.lm_head(hidden)
+
     def forward(
         params: nnx.State,
         tokens: jax.Array,
@@ -176,36 +236,30 @@ def decoder_functions(
         rows: jax.Array | None = None,
     ) -> ForwardOut:
         """See ``specjax.types.Forward``; ``hidden`` is what the head reads, after the last norm and projection."""
-        decoder = nnx.merge(graph, params)
-        x = decoder.embed_tokens[...][tokens].astype(decoder.layers[0].input_layernorm.scale[...].dtype)
+        decoder, x = nnx.merge(graph, params), embed(params, tokens)
         if decoder.project_in is not None:
             x = decoder.project_in(x)
         if decoder.embed_positions is not None:
             x = x + decoder.embed_positions[...][positions + _POSITION_OFFSET].astype(x.dtype)
-        turned = None if config.rope is None else turns(config.rope, config.head_dim, positions)
-        for index, layer in enumerate(decoder.layers):
-            attended, cache = attend(index, layer.self_attn, before(layer.input_layernorm, x), turned, mask, cache)
-            x = after(layer.input_layernorm, x + attended)
-            x = x + layer.mlp(before(layer.post_attention_layernorm, x))
-            x = after(layer.post_attention_layernorm, x)
-        hidden = x if decoder.norm is None else decoder.norm(x, config.norm_eps)
+        hidden, cache = run_layers(decoder, x, positions, mask, cache)
         if decoder.project_out is not None:
             hidden = decoder.project_out(hidden)
         wanted = hidden if rows is None else jnp.take_along_axis(hidden, rows[..., None], axis=1)
-        logits = product(wanted, decoder.embed_tokens[...].T) if decoder.lm_head is None else decoder.lm_head(wanted)
-        return ForwardOut(logits, hidden, cache)
+        return ForwardOut(head(params, wanted), hidden, cache)
 
-    def init_cache(batch: int, capacity: int) -> KVCache:
-        return KVCache.create(
-            num_layers=config.num_layers,
-            batch=batch,
-            num_kv_heads=config.num_kv_heads,
-            capacity=capacity,
-            head_dim=config.head_dim,
-            dtype=dtype,
-        )
+    return DecoderFunctions(forward, functools.partial(empty_cache, config, dtype), embed, head)
 
-    return forward, init_cache
+
+def empty_cache(config: DecoderConfig, dtype: str, batch: int, capacity: int) -> KVCache:
+    """A cache for the layers of ``config``."""
+    return KVCache.create(
+        num_layers=config.num_layers,
+        batch=batch,
+        num_kv_heads=config.num_kv_heads,
+        capacity=capacity,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
 
 
 def make_model(
@@ -217,9 +271,8 @@ def make_model(
     eos_ids: tuple[int, ...] = (),
 ) -> Model:
     """Parameters and functions together; the parameters and the cache hold ``dtype``."""
-    forward, init_cache = decoder_functions(config, attention, dtype)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    return Model(forward, params, init_cache, config.vocab_size, config.max_positions, eos_ids)
+    return decoder_functions(config, attention, dtype).model(config, params, eos_ids)
 
 
 def init_model(

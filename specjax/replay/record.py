@@ -105,7 +105,7 @@ def _feed(functions, score: Score, params: tuple, inputs: tuple, text: jax.Array
     caches = []
     for (forward, init_cache, _), own in zip(functions, params):
         empty = init_cache(batch, prompts.shape[1] + WINDOW)
-        caches.append(prefill.prefill(forward, own, empty, prompts, lengths)[1])
+        caches.append(prefill.prefill(forward, own, empty, prompts, lengths)[2])
 
     def window(caches: list[PyTree], start: jax.Array) -> tuple[list[PyTree], dict[str, jax.Array]]:
         fed, following = (lax.dynamic_slice_in_dim(text, start + shift, WINDOW, axis=1) for shift in (0, 1))

@@ -3,16 +3,24 @@
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Model, PyTree, TreeMask
+from specjax.types import ForwardOut, Model, PyTree, TreeMask
 
 
 def causal_logits(model: Model, params: PyTree, tokens: jax.Array) -> jax.Array:
-    """Logits [B, N, V] of whole sequences [B, N]: a chain of N nodes on an empty cache."""
+    """Logits [B, N, V] of whole sequences [B, N]."""
+    return causal_pass(model, params, tokens).logits
+
+
+def causal_pass(model: Model, params: PyTree, tokens: jax.Array, **known: jax.Array) -> ForwardOut:
+    """One pass over whole sequences [B, N]: a chain of N nodes on an empty cache.
+
+    ``known`` may hold the ``before`` of a draft model that reads the target's hidden states.
+    """
     batch, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     causal = jnp.broadcast_to(jnp.tri(length, dtype=bool), (batch, length, length))
     mask = TreeMask(jnp.zeros((batch,), jnp.int32), causal)
-    return model.forward(params, tokens, positions, mask, model.init_cache(batch, 0)).logits
+    return model.forward(params, tokens, positions, mask, model.init_cache(batch, 0), **known)
 
 
 def next_token_loss(logits: jax.Array, tokens: jax.Array, teacher: jax.Array | None = None, weight: float = 0.0):

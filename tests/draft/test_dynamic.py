@@ -236,7 +236,7 @@ def test_trees_and_texts_are_as_frequent_as_their_laws_say(law):
     assert abs(sum(trees_wanted.values()) - 1) < 1e-12
     batch = 4096
     drafter = build(table_model(np.log(q)), law, SMALL)
-    state = drafter.init(drafter.params, jnp.zeros((batch, 128), jnp.int32), jnp.ones(batch, jnp.int32))
+    state = drafter.init(drafter.params, jnp.zeros((batch, 128), jnp.int32), jnp.ones(batch, jnp.int32), None)
     emission = Emission(jnp.zeros((batch, 3), jnp.int32), jnp.ones(batch, jnp.int32), jnp.zeros((batch, 3), jnp.int32))
     state = drafter.commit(drafter.params, state, emission, None)
     keys, warp = round_keys(range(batch), [2] * batch), stack_warps([sj.Warp()] * batch)

@@ -71,7 +71,7 @@ def test_drafts_equal_a_plain_search_round_after_round():
         tokens[row, : len(text)] = text
     drafter = prompt_lookup(VOCAB, branches=BRANCHES, length=LENGTH, min_match=MIN_MATCH, max_match=MAX_MATCH)
     assert (drafter.laws, drafter.max_depth, drafter.max_positions) == (("deterministic",), LENGTH, None)
-    state = drafter.init(None, jnp.asarray(tokens), jnp.array([len(text) for text in texts]))
+    state = drafter.init(None, jnp.asarray(tokens), jnp.array([len(text) for text in texts]), None)
     propose = jax.jit(drafter.propose)
     warp, seen = stack_warps([sj.Warp()] * batch), set()
     for _ in range(6):

@@ -87,7 +87,7 @@ def test_drafts_equal_fresh_passes_round_after_round(name, law):
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = text
     init, propose = jax.jit(drafter.init), jax.jit(drafter.propose)
-    state = init(drafter.params, tokens, jnp.array([len(text) for text in texts]))
+    state = init(drafter.params, tokens, jnp.array([len(text) for text in texts]), None)
     rng = np.random.default_rng(1)
     width = drafter.max_depth + 1
     emitted = [[int(rng.integers(model.vocab_size))] for _ in range(4)]  # by prefill
@@ -122,7 +122,7 @@ def test_padding_a_topology_changes_no_draft(law):
     trees = []
     for shape in (tight_topology(RAGGED[:4]), topology(RAGGED[:4])):
         drafter = ssm(model, shape, law)
-        state = jax.jit(drafter.init)(drafter.params, tokens, jnp.full(4, 2))
+        state = jax.jit(drafter.init)(drafter.params, tokens, jnp.full(4, 2), None)
         width = drafter.max_depth + 1
         emission = Emission(jnp.tile(tokens[:, 2:3], (1, width)), jnp.ones(4, jnp.int32), jnp.zeros((4, width), int))
         state = drafter.commit(drafter.params, state, emission, None)
@@ -166,7 +166,7 @@ def test_draws_of_different_nodes_and_rounds_are_independent(law):
     q = np.array([0.45, 0.3, 0.25])
     rows, shape = 6000, sj.Topology.from_schedule((2, 2))
     drafter = ssm(table_model(np.log(q)), shape, law)
-    state = drafter.init(drafter.params, jnp.zeros((rows, 128), jnp.int32), jnp.ones(rows, jnp.int32))
+    state = drafter.init(drafter.params, jnp.zeros((rows, 128), jnp.int32), jnp.ones(rows, jnp.int32), None)
     propose = jax.jit(drafter.propose)
     drawn = []
     for length in (2, 3):

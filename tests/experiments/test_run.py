@@ -510,3 +510,16 @@ def test_what_drafts_draw_from_and_lossy_verifiers_are_settings():
     calls = [workshop._call(cell.config, []) for cell in cells]
     assert [call["draft_warp"] for call in calls] == [sj.Warp(0.5), sj.Warp(0.0, 5), sj.Warp(0.8, 5)]
     assert all(call["allow_lossy"] for call in calls)
+
+
+def test_heads_are_drafts_as_models_are(runs, zoo, tmp_path, capsys):
+    """A directory of heads, told by its config.json; the text is incremental decoding's, and a deep tree is refused."""
+    target = sj.load_model(zoo / "target")
+    shape = sj.models.MedusaConfig(target.hidden_size, target.vocab_size, num_heads=2, tied_projection=True)
+    sj.models.save_heads(tmp_path / "medusa", shape, sj.models.init_medusa(shape, target))
+    runs.write("product.decode.tree = [[2, 1]]", [str(tmp_path / "medusa")], 'drafts = ["medusa"]')
+    assert runs() == 0
+    assert [(row["same_text"], row["drafted"] / row["steps"]) for row in runs.records] == [(True, 4)] * 3
+    runs.write("product.decode.tree = [[1, 1, 1]]", [str(tmp_path / "medusa")], 'drafts = ["medusa"]')
+    assert runs() == 2
+    assert "3 levels deep, and the draft model drafts 2 tokens ahead" in capsys.readouterr().err
