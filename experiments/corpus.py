@@ -76,13 +76,29 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def _read(path: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(path))
+    if END_OF_TEXT not in tokenizer.get_vocab():
+        raise ValueError(f"{path}: expected a tokenizer with the token {END_OF_TEXT}, which parts documents")
+    return tokenizer
+
+
 def _encode(tokenizer: Tokenizer, texts: list[str], eos_id: int) -> np.ndarray:
     parts = [np.array([eos_id, *encoding.ids], np.uint16) for encoding in tokenizer.encode_batch(texts)]
     return np.concatenate([*parts, np.array([eos_id], np.uint16)])
 
 
-def load(folder: Path, *, vocab_size: int, slices: int, root: Path | None = None) -> Corpus:
+def load(
+    folder: Path, *, vocab_size: int, slices: int, root: Path | None = None, tokenizer: Path | None = None
+) -> Corpus:
     """Read the token arrays from ``folder``, making them first if they are missing or made from other files.
+
+    Args:
+      folder: where they are kept.
+      vocab_size: of the tokenizer.
+      slices: the training files are dealt into so many.
+      root: folder of Python files; None is the interpreter's standard library.
+      tokenizer: the tokenizer.json of models that are to read the text; None trains one on it.
 
     Raises:
       ValueError: the source folder holds no Python file for one of the parts, or vocab_size does not fit 16 bits.
@@ -92,6 +108,8 @@ def load(folder: Path, *, vocab_size: int, slices: int, root: Path | None = None
     files = sources(root)
     content = hashlib.sha256("".join(f"{name}\0{text}\0" for name, text in files.items()).encode()).hexdigest()
     wanted = {"content": content, "vocab_size": vocab_size, "slices": slices}
+    if tokenizer is not None:
+        wanted["tokenizer"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     record = folder / "corpus.json"
     if not (record.exists() and (made := json.loads(record.read_text()))["wanted"] == wanted):
         training = {name: text for name, text in files.items() if not is_held_out(name)}
@@ -100,12 +118,12 @@ def load(folder: Path, *, vocab_size: int, slices: int, root: Path | None = None
         if not held_out or not all(by_slice):
             raise ValueError(f"too few Python files ({len(files)}) to fill {slices} slices and a held-out part")
         folder.mkdir(parents=True, exist_ok=True)
-        tokenizer = train_tokenizer(training.values(), vocab_size)
-        eos_id = tokenizer.get_vocab()[END_OF_TEXT]
-        tokenizer.save(str(folder / "tokenizer.json"))
+        encoder = train_tokenizer(training.values(), vocab_size) if tokenizer is None else _read(tokenizer)
+        eos_id = encoder.get_vocab()[END_OF_TEXT]
+        encoder.save(str(folder / "tokenizer.json"))
         for i, texts in enumerate(by_slice):
-            np.save(folder / f"slice_{i}.npy", _encode(tokenizer, texts, eos_id))
-        np.save(folder / "held_out.npy", _encode(tokenizer, held_out, eos_id))
+            np.save(folder / f"slice_{i}.npy", _encode(encoder, texts, eos_id))
+        np.save(folder / "held_out.npy", _encode(encoder, held_out, eos_id))
         made = {
             "wanted": wanted,
             "eos_id": eos_id,

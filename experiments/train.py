@@ -4,22 +4,19 @@ import argparse
 import dataclasses
 import functools
 import json
-import pathlib
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import matplotlib.figure
 import numpy as np
 import rich.console
-import rich.progress
 import rich.table
 
 from experiments import config as configs
 from experiments import corpus as corpora
+from experiments.fit import check_unchanged, fit, plot_losses, read_log
 from specjax.models import DecoderConfig, init_model, load_model, save_model
 from specjax.train import (
     causal_logits,
@@ -29,8 +26,6 @@ from specjax.train import (
     make_train_step,
     next_token_loss,
     ranks_of_choice,
-    restore_latest,
-    save_checkpoint,
 )
 from specjax.types import Model, PyTree
 
@@ -170,21 +165,6 @@ def agreement(target: Model, drafts: dict[str, Model], batches: Sequence[np.ndar
     return {name: [float((rank < k).mean()) for k in range(1, _TOP + 1)] for name, rank in by_draft.items()}
 
 
-def _check_unchanged(folder: pathlib.Path, settings: dict[str, Any]) -> None:
-    """Refuse to go on from checkpoints that were made with other settings."""
-    record = folder / "settings.json"
-    if not record.exists():
-        record.write_text(json.dumps(settings, indent=2) + "\n")
-        return
-    made = json.loads(record.read_text())
-    changed = sorted(key for key in made.keys() | settings.keys() if made.get(key) != settings.get(key))
-    if changed:
-        raise ValueError(
-            f"{folder} holds checkpoints made with other settings ({', '.join(changed)}). Give those settings again, "
-            "another work folder, or delete this one to start from nothing."
-        )
-
-
 def train_one(zoo: Zoo, name: str, corpus: corpora.Corpus, console: rich.console.Console) -> PyTree:
     """Train one model, or go on training it, and return its parameters.
 
@@ -194,7 +174,7 @@ def train_one(zoo: Zoo, name: str, corpus: corpora.Corpus, console: rich.console
     run = zoo.models[name]
     folder = configs.resolve(zoo.work) / name
     folder.mkdir(parents=True, exist_ok=True)
-    _check_unchanged(folder, {**configs.to_dict(run), "seed": zoo.seed, "corpus": corpus.digest})
+    check_unchanged(folder, {**configs.to_dict(run), "seed": zoo.seed, "corpus": corpus.digest})
 
     model = init_model(zoo.decoder(name), jax.random.key(zoo.seed))
     teacher = None if run.teacher is None else load_model(configs.resolve(zoo.out) / run.teacher)
@@ -208,8 +188,6 @@ def train_one(zoo: Zoo, name: str, corpus: corpora.Corpus, console: rich.console
         weight_decay=run.weight_decay,
         clip_norm=run.clip_norm,
     )
-    state = init_train_state(model.params, optimizer)
-    state = restore_latest(folder, state) or state
     step = make_train_step(
         model,
         optimizer,
@@ -220,66 +198,20 @@ def train_one(zoo: Zoo, name: str, corpus: corpora.Corpus, console: rich.console
     text = np.concatenate([corpus.slices[i] for i in run.slices])
     held_out = held_out_batches(corpus.held_out, windows=zoo.held_out_windows, length=run.length)
 
-    log = folder / "log.jsonl"
-    done = int(state.step)
-    records = [record for record in read_log(log) if record["step"] <= done]
-    log.write_text("".join(json.dumps(record) + "\n" for record in records))
-    seconds_before = records[-1]["seconds"] if records else 0.0
-
-    start = saved = time.monotonic()
-    losses: list[jax.Array] = []
-    columns = (
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TimeRemainingColumn(),
+    batch_of = functools.partial(batch_at, text, batch=run.batch, length=run.length, seed=zoo.seed)
+    return fit(
+        name,
+        folder,
+        init_train_state(model.params, optimizer),
+        step,
+        lambda done: jnp.asarray(batch_of(done)),
+        lambda params: {"held_out": held_out_loss(model, params, held_out)},
+        steps=run.steps,
+        tokens_per_step=run.batch * run.length,
+        evaluate_every=zoo.evaluate_every,
+        save_every=zoo.save_every,
+        console=console,
     )
-    with rich.progress.Progress(*columns, console=console) as progress, log.open("a") as lines:
-        task = progress.add_task(name, total=run.steps, completed=done)
-        while done < run.steps:
-            batch = batch_at(text, done, batch=run.batch, length=run.length, seed=zoo.seed)
-            state, loss = step(state, jnp.asarray(batch))
-            losses.append(loss)
-            done += 1
-            progress.advance(task)
-            if done % zoo.evaluate_every == 0 or done == run.steps:
-                record = {
-                    "step": done,
-                    "tokens": done * run.batch * run.length,
-                    "loss": float(jnp.mean(jnp.stack(losses))),
-                    "held_out": held_out_loss(model, state.params, held_out),
-                    "seconds": seconds_before + time.monotonic() - start,
-                }
-                losses = []
-                lines.write(json.dumps(record) + "\n")
-                lines.flush()
-                console.print(
-                    f"{name} step {done} of {run.steps}: loss {record['loss']:.3f}, held out {record['held_out']:.3f}, "
-                    f"{record['tokens'] / 1e6:.1f} M tokens, {record['seconds'] / 60:.1f} minutes"
-                )
-            if done == run.steps or time.monotonic() - saved > zoo.save_every:
-                save_checkpoint(folder, state)
-                saved = time.monotonic()
-    return state.params
-
-
-def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The evaluations of a run so far; a line cut off by a kill is left out."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def plot_losses(logs: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
-    """Loss over tokens read, training thin and held-out thick."""
-    figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot(xscale="log", xlabel="tokens read", ylabel="loss (nats per token)")
-    for number, (name, records) in enumerate(logs.items()):
-        tokens = [record["tokens"] for record in records]
-        axes.plot(tokens, [record["loss"] for record in records], color=f"C{number}", linewidth=0.7, alpha=0.6)
-        axes.plot(tokens, [record["held_out"] for record in records], color=f"C{number}", linewidth=2, label=name)
-    axes.legend(title="held out (thin: training)")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
 
 
 def report(zoo: Zoo, corpus: corpora.Corpus, console: rich.console.Console) -> dict[str, Any]:

@@ -1,21 +1,31 @@
-"""Training of small models: loss, optimiser and one step, as pure functions."""
+"""Training of small models: losses, optimiser, steps and what to train on, as pure functions."""
 
-from specjax.train.agreement import ranks_of_choice
+from specjax.train.agreement import ranks_of_choice, ranks_of_tokens
+from specjax.train.boost import Lesson, answers_covered, make_lesson_step, matched, spans
 from specjax.train.checkpoint import restore_latest, save_checkpoint
-from specjax.train.loss import causal_logits, next_token_loss
+from specjax.train.loss import causal_logits, imitation_loss, next_token_loss
 from specjax.train.optimizer import make_optimizer
 from specjax.train.start import embedding_from
-from specjax.train.step import TrainState, init_train_state, make_train_step
+from specjax.train.step import TrainState, cast_matrices, init_train_state, make_train_step, make_update
 
 __all__ = [
+    "Lesson",
     "TrainState",
+    "answers_covered",
+    "cast_matrices",
     "causal_logits",
     "embedding_from",
+    "imitation_loss",
     "init_train_state",
+    "make_lesson_step",
     "make_optimizer",
     "make_train_step",
+    "make_update",
+    "matched",
     "next_token_loss",
     "ranks_of_choice",
+    "ranks_of_tokens",
     "restore_latest",
     "save_checkpoint",
+    "spans",
 ]

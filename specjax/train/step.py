@@ -27,6 +27,28 @@ def init_train_state(params: PyTree, optimizer: optax.GradientTransformation) ->
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
 
+def cast_matrices(params: PyTree, dtype: str) -> PyTree:
+    """The parameters with every matrix in ``dtype``, in which it is then multiplied; norms and biases stay."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.ndim > 1 else leaf, params)
+
+
+def make_update(
+    loss_of: Callable[..., jax.Array], optimizer: optax.GradientTransformation
+) -> Callable[..., tuple[TrainState, jax.Array]]:
+    """A jitted ``update(state, *inputs) -> (state, loss)`` of ``loss_of(params, *inputs)``.
+
+    The old state's buffers are donated.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(state: TrainState, *inputs: PyTree) -> tuple[TrainState, jax.Array]:
+        loss, gradients = jax.value_and_grad(loss_of)(state.params, *inputs)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer_state), loss
+
+    return update
+
+
 def make_train_step(
     model: Model,
     optimizer: optax.GradientTransformation,
@@ -46,20 +68,13 @@ def make_train_step(
       teacher_weight: the imitation's share of the loss.
     """
 
-    def cast(params: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf.astype(product_dtype) if leaf.ndim > 1 else leaf, params)
-
     def loss_of(params: PyTree, teacher_params: PyTree, tokens: jax.Array) -> jax.Array:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         taught = None if teacher is None else causal_logits(teacher, teacher_params, inputs)
-        return next_token_loss(causal_logits(model, cast(params), inputs), targets, taught, teacher_weight)
+        logits = causal_logits(model, cast_matrices(params, product_dtype), inputs)
+        return next_token_loss(logits, targets, taught, teacher_weight)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: TrainState, teacher_params: PyTree, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
-        loss, gradients = jax.value_and_grad(loss_of)(state.params, teacher_params, tokens)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer_state), loss
-
+    update = make_update(loss_of, optimizer)
     # The teacher's parameters are an argument: closed over, they would be constants of the compiled program.
-    teacher_params = None if teacher is None else cast(teacher.params)
-    return lambda state, tokens: step(state, teacher_params, tokens)
+    teacher_params = None if teacher is None else cast_matrices(teacher.params, product_dtype)
+    return lambda state, tokens: update(state, teacher_params, tokens)

@@ -42,3 +42,17 @@ def zoo(tmp_path_factory, byte_tokenizer) -> pathlib.Path:
         params = jax.tree.map(lambda leaf: leaf * 4, model.params)
         save_model(directory / name, config, params, tokenizer=byte_tokenizer, dtype="float32")
     return directory
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory):
+    """A folder of small Python files, some of which do not count."""
+    folder = tmp_path_factory.mktemp("source")
+    for number in range(120):
+        path = folder / f"part{number % 5}" / f"file{number}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"def f{number}(x, y):\n    return x + y * {number}\n\n\nprint(f{number}(1, 2), 'é')\n" * 3)
+    (folder / "encodings").mkdir()
+    (folder / "encodings" / "table.py").write_text("A = 1\n")
+    (folder / "latin.py").write_bytes(b"# caf\xe9\n")
+    return folder

@@ -82,20 +82,6 @@ ZOO = """
 """
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """A folder of small Python files, some of which do not count."""
-    folder = tmp_path_factory.mktemp("source")
-    for number in range(120):
-        path = folder / f"part{number % 5}" / f"file{number}.py"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"def f{number}(x, y):\n    return x + y * {number}\n\n\nprint(f{number}(1, 2), 'é')\n" * 3)
-    (folder / "encodings").mkdir()
-    (folder / "encodings" / "table.py").write_text("A = 1\n")
-    (folder / "latin.py").write_bytes(b"# caf\xe9\n")
-    return folder
-
-
 @pytest.fixture
 def zoo(tmp_path, source):
     """A function that writes a config with its own folders, and returns its path."""
