@@ -5,13 +5,13 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
-import matplotlib.figure
 import numpy as np
 import rich.console
 import rich.table
@@ -19,6 +19,7 @@ import rich.table
 from experiments import answers as said
 from experiments import config as configs
 from experiments import corpus as corpora
+from experiments import coverage
 from experiments.answers import Answers
 from experiments.fit import check_unchanged, fit, read_log
 from experiments.train import held_out_batches
@@ -34,8 +35,6 @@ from specjax.train import (
     spans,
 )
 from specjax.types import Model
-
-_TOP = 5  # coverage of held-out text is reported for the 1..5 most likely tokens of every SSM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,87 +240,12 @@ def tune(boost: Boost, name: str, material: Material, known: np.ndarray, console
         eos_ids=model.eos_ids,
         tokenizer=base / "tokenizer.json",
     )
-    return ranks(params, material.lessons)
-
-
-def measure(models: Mapping[str, Model], material: Material, boost: Boost) -> dict[str, Any]:
-    """Coverage of what the target says to held-out text, by each SSM and by it together with those before it.
-
-    Returns:
-      "text" and "text_union": name -> how often the k likeliest tokens hold the target's choice, k = 1..5;
-      "answers" and "answers_union": name -> share of the continuation's answers that are matched.
-    """
-    starts = spans(boost.prompts.tokens, boost.prompts.continuation, boost.match.span)
-    starts_in = starts[boost.prompts.tokens - 1 :] - (boost.prompts.tokens - 1)  # of the continuation alone
-    result: dict[str, Any] = {"text": {}, "text_union": {}, "answers": {}, "answers_union": {}}
-    best, known = None, None
-    shares = lambda rank: [float((rank < k).mean()) for k in range(1, _TOP + 1)]
-    for name, model in models.items():
-        rank = said.ranks(model, model.params, material.text, batch=8)
-        mark = said.ranks(model, model.params, material.asked, batch=16)[:, boost.prompts.tokens - 1 :]
-        mark = matched(mark, starts_in, boost.match.top)
-        best = rank if best is None else np.minimum(best, rank)
-        known = mark if known is None else known | mark
-        result["text"][name], result["text_union"][name] = shares(rank), shares(best)
-        result["answers"][name] = answers_covered(mark, starts_in)
-        result["answers_union"][name] = answers_covered(known, starts_in)
-    return result
-
-
-def plot(result: Mapping[str, Any], logs: Mapping[str, Sequence[Mapping[str, Any]]], path: pathlib.Path) -> None:
-    """Coverage after each SSM, of answers and of held-out text, and agreement with the target while training."""
-    figure = matplotlib.figure.Figure(figsize=(13, 4), layout="constrained")
-    answers, text, training = figure.subplots(1, 3)
-    names = list(result["tuned"]["answers"])
-    for number, (title, values) in enumerate(
-        {
-            "training answers": result["training"]["union"],
-            "held-out answers": result["tuned"]["answers_union"],
-            "held-out answers, alone": result["tuned"]["answers"],
-        }.items()
-    ):
-        answers.plot(names, [values[name] for name in names], marker="o", label=title, color=f"C{number}")
-    answers.set(xlabel="after tuning", ylabel="share of answers matched")
-    tops = range(1, _TOP + 1)
-    for number, name in enumerate(names):
-        label = names[0] if number == 0 else f"with {name}"
-        text.plot(tops, result["tuned"]["text_union"][name], marker="o", label=label, color=f"C{number}")
-    if result["compare"]:
-        text.plot(tops, list(result["compare"]["text_union"].values())[-1], "k--", label="compared ensemble")
-    text.set(xlabel="likeliest tokens of each SSM", ylabel="share of held-out places covered", xticks=list(tops))
-    for number, (name, records) in enumerate(logs.items()):
-        steps = [record["step"] for record in records]
-        agreed = [record["held_out_agreement"] for record in records]
-        training.plot(steps, agreed, marker=".", label=name, color=f"C{number}")
-    training.set(xlabel="step", ylabel="agreement with the target on held-out text")
-    for axes in (answers, text, training):
-        axes.legend()
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-
-
-def tables(result: Mapping[str, Any]) -> dict[str, list[list[str]]]:
-    """The result as tables of text, by title, each with its header first."""
-    tuned, compared = result["tuned"], result["compare"]
-    number = lambda value: f"{value:.3f}"
-    answers = [["SSM", "training, alone", "with those before", "held out, alone", "with those before"]]
-    for name in tuned["answers"]:
-        parts = (result["training"]["alone"], result["training"]["union"], tuned["answers"], tuned["answers_union"])
-        answers.append([name, *(number(part[name]) for part in parts)])
-    if compared:
-        answers += [
-            [f"before: {name}", "", "", *map(number, (compared["answers"][name], compared["answers_union"][name]))]
-            for name in compared["answers"]
-        ]
-    text = [["SSM", *(f"k={k}" for k in range(1, _TOP + 1))]]
-    for prefix, part in (("", tuned), ("before: ", compared)):
-        if part:
-            text += [[prefix + name, *map(number, values)] for name, values in part["text"].items()]
-            text.append([prefix + "union", *map(number, list(part["text_union"].values())[-1])])
-    return {
-        "Share of the target's answers that are matched": answers,
-        "How often the k likeliest tokens hold the target's choice, held-out text": text,
-    }
+    found = folder / "ranks.npy"
+    if not found.exists():
+        unfinished = folder / "ranks.new.npy"
+        np.save(unfinished, ranks(params, material.lessons))
+        os.replace(unfinished, found)
+    return np.load(found)
 
 
 def report(boost: Boost, training: dict[str, Any], material: Material, console: rich.console.Console) -> dict[str, Any]:
@@ -329,15 +253,23 @@ def report(boost: Boost, training: dict[str, Any], material: Material, console: 
     work = configs.resolve(boost.work)
     tuned = {name: load_model(configs.resolve(boost.out) / name) for name in boost.ssms}
     compared = {pathlib.Path(path).name: load_model(configs.resolve(path)) for path in boost.compare}
+    measured = functools.partial(
+        coverage.measure,
+        text=material.text,
+        asked=material.asked,
+        prompt_tokens=boost.prompts.tokens,
+        span=boost.match.span,
+        top=boost.match.top,
+    )
     result = {
         "training": training,
-        "tuned": measure(tuned, material, boost),
-        "compare": measure(compared, material, boost) if compared else {},
+        "tuned": measured(tuned),
+        "compare": measured(compared) if compared else {},
     }
     (work / "report.json").write_text(json.dumps(result, indent=2) + "\n")
-    plot(result, {name: read_log(work / name / "log.jsonl") for name in boost.ssms}, work / "coverage.png")
+    coverage.plot(result, {name: read_log(work / name / "log.jsonl") for name in boost.ssms}, work / "coverage.png")
     lines = ["# Boost-tuning", ""]
-    for title, rows in tables(result).items():
+    for title, rows in coverage.tables(result).items():
         table = rich.table.Table(*rows[0], title=title)
         for row in rows[1:]:
             table.add_row(*row)
@@ -362,9 +294,13 @@ def run(boost: Boost, console: rich.console.Console) -> dict[str, Any]:
     """
     target = load_model(configs.resolve(boost.target))
     tokenizer = configs.resolve(boost.target) / "tokenizer.json"
-    for path in (*(ssm.base for ssm in boost.ssms.values()), *boost.compare):
+    longest = max(boost.prompts.tokens + boost.prompts.continuation, boost.held_out_tokens)
+    for path in (boost.target, *(ssm.base for ssm in boost.ssms.values()), *boost.compare):
         if (configs.resolve(path) / "tokenizer.json").read_bytes() != tokenizer.read_bytes():
             raise ValueError(f"{path}: has another tokenizer than the target {boost.target}, so their ids differ")
+        limit = load_model(configs.resolve(path)).max_positions
+        if longest > limit:
+            raise ValueError(f"{path}: reads at most {limit} tokens, and texts here have up to {longest}")
     corpus = corpora.load(
         configs.resolve(boost.work) / "corpus",
         vocab_size=target.vocab_size,

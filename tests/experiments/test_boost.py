@@ -129,6 +129,7 @@ def test_run_killed_at_any_stage_goes_on_to_the_same_result(config, tmp_path, mo
         raise AssertionError("a finished stage was done again")
 
     monkeypatch.setattr(said, "_write", untouched)
+    monkeypatch.setattr(np, "save", untouched)
     monkeypatch.setattr(experiments.boost, "lesson_at", untouched)
     assert main([config("cut")]) == 0
     assert main([config("cut"), "--set", "match.top=2"]) == 1  # teaches the second SSM other places
@@ -203,6 +204,8 @@ def test_models_that_do_not_fit_are_refused(config, family, capsys):
     assert "is read by this config; write to another folder" in capsys.readouterr().err
     assert main([config("bad"), "--set", f"ssms.two.base={family}/foreign"]) == 1
     assert "foreign: has another tokenizer than the target" in capsys.readouterr().err
+    assert main([config("bad"), "--set", "prompts.tokens=60"]) == 1
+    assert "target: reads at most 64 tokens, and texts here have up to 66" in capsys.readouterr().err
     assert main([config("bad"), "--set", f"target={family}/nowhere"]) == 1
     assert "nowhere" in capsys.readouterr().err
 
