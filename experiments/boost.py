@@ -28,10 +28,12 @@ from specjax.models.config import from_hugging_face
 from specjax.train import (
     Lesson,
     answers_covered,
+    best_factor,
     init_train_state,
     make_lesson_step,
     make_optimizer,
     matched,
+    scale_logits,
     spans,
 )
 from specjax.types import Model
@@ -180,12 +182,15 @@ def lesson_at(
     )
 
 
-def tune(boost: Boost, name: str, material: Material, known: np.ndarray, console: rich.console.Console) -> np.ndarray:
+def tune(
+    boost: Boost, name: str, target: Model, material: Material, known: np.ndarray, console: rich.console.Console
+) -> np.ndarray:
     """Tune one SSM on what earlier ones leave, or go on tuning it, and write it to the out folder.
 
     Args:
       boost: the config.
       name: of the SSM.
+      target: whose confidence the SSM is given in the end.
       material: what the target says.
       known: [N, L] bool, the places of the training texts that earlier SSMs match.
       console: what progress is written to.
@@ -232,6 +237,10 @@ def tune(boost: Boost, name: str, material: Material, known: np.ndarray, console
         save_every=boost.save_every,
         console=console,
     )
+    # Cross-entropy to what the target says makes an SSM surer than the target is.
+    factor = best_factor(target, model._replace(params=params), _calibration_batches(material.lessons))
+    console.print(f"{name}: logits times {factor:.2f}")
+    params = scale_logits(params, factor)
     base = configs.resolve(ssm.base)
     save_model(
         configs.resolve(boost.out) / name,
@@ -312,11 +321,18 @@ def run(boost: Boost, console: rich.console.Console) -> dict[str, Any]:
     known = np.zeros(material.lessons.said.shape, bool)
     training: dict[str, Any] = {"alone": {}, "union": {}}
     for name in boost.ssms:
-        marks = matched(tune(boost, name, material, known, console), material.starts, boost.match.top)
+        marks = matched(tune(boost, name, target, material, known, console), material.starts, boost.match.top)
         known |= marks
         training["alone"][name] = answers_covered(marks, material.starts)
         training["union"][name] = answers_covered(known, material.starts)
     return report(boost, training, material, console)
+
+
+def _calibration_batches(lessons: Answers) -> list[np.ndarray]:
+    """A few of the training texts, in batches of one shape."""
+    texts = lessons.tokens[:64].astype(np.int32)
+    size = min(8, len(texts))
+    return [texts[start : start + size] for start in range(0, len(texts) - size + 1, size)]
 
 
 def _digest(directory: str) -> str:

@@ -2,6 +2,7 @@
 
 from specjax.train.agreement import ranks_of_choice, ranks_of_tokens
 from specjax.train.boost import Lesson, answers_covered, make_lesson_step, matched, spans
+from specjax.train.calibration import best_factor, cross_entropies, scale_logits
 from specjax.train.checkpoint import restore_latest, save_checkpoint
 from specjax.train.loss import causal_logits, imitation_loss, next_token_loss
 from specjax.train.optimizer import make_optimizer
@@ -12,8 +13,10 @@ __all__ = [
     "Lesson",
     "TrainState",
     "answers_covered",
+    "best_factor",
     "cast_matrices",
     "causal_logits",
+    "cross_entropies",
     "embedding_from",
     "imitation_loss",
     "init_train_state",
@@ -27,5 +30,6 @@ __all__ = [
     "ranks_of_tokens",
     "restore_latest",
     "save_checkpoint",
+    "scale_logits",
     "spans",
 ]

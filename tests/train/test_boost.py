@@ -9,7 +9,9 @@ import specjax as sj
 from specjax.train import (
     Lesson,
     answers_covered,
+    best_factor,
     causal_logits,
+    cross_entropies,
     imitation_loss,
     init_train_state,
     make_lesson_step,
@@ -17,6 +19,7 @@ from specjax.train import (
     matched,
     next_token_loss,
     ranks_of_tokens,
+    scale_logits,
     spans,
 )
 from tests.helpers import softmax, tiny
@@ -126,3 +129,15 @@ def test_lessons_are_learned_where_they_have_weight(product_dtype):
     ranks = np.asarray(ranks_of_tokens(answers[..., 0], causal_logits(model, state.params, lesson.tokens)))
     assert (ranks[:, :6] == 0).mean() > 0.9
     assert (ranks[:, 6:] == 0).mean() < 0.3
+
+
+def test_a_model_too_sure_of_itself_is_brought_back():
+    """A target with its logits multiplied by 1.19 is found out, and the losses are those of plain cross-entropy."""
+    target = tiny(0)
+    sure = target._replace(params=scale_logits(target.params, 2**0.25))
+    batches = np.random.default_rng(0).integers(0, 64, (2, 4, 9))
+    assert best_factor(target, sure, batches) == pytest.approx(2**-0.25)
+    logits, ours = (np.asarray(causal_logits(m, m.params, jnp.asarray(batches[0]))) for m in (target, tiny(1)))
+    found = cross_entropies(jnp.asarray(logits), jnp.asarray(ours), jnp.asarray([0.5, 1.0]))
+    expected = [-(softmax(logits) * np.log(softmax(factor * ours))).sum(-1).mean() for factor in (0.5, 1.0)]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
