@@ -205,8 +205,7 @@ def without_weights(num_layers: int, num_heads: int, num_kv_heads: int, head_dim
         tied_head=False,
     )
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), abstract_decoder(config)[1])
-    forward, init_cache = decoder_functions(config, None, "bfloat16")
-    return Model(forward, params, init_cache, config.vocab_size, config.max_positions)
+    return decoder_functions(config, None, "bfloat16").model(config, params, eos_ids=())
 
 
 def check_loop(target: Target) -> tuple[str, list[str]]:
@@ -236,10 +235,7 @@ def check_loop(target: Target) -> tuple[str, list[str]]:
     flops, temporary = (cost or {})["flops"], memory.temp_size_in_bytes if memory else 0
     if flops < least:
         wrong.append(f"{name}: {flops:.3g} flops are counted, fewer than the target's {least:.3g}: the kernel is not")
-    temporary = executable.memory_analysis().temp_size_in_bytes
-    line = (
-        f"{name:60}temp {temporary / 2**20:6.2f} MiB  {flops / 1e9:7.2f} Gflop a round, the target's {least / 1e9:.2f}"
-    )
+    line = f"{name:60}temp {temporary / 2**20:6.2f} MiB  {flops / 1e9:7.2f} Gflop, the target's {least / 1e9:.2f}"
     return line, wrong
 
 

@@ -57,7 +57,7 @@ def abstract_step(
     The step feeds a tree of ``rows`` nodes behind ``capacity`` committed rows and commits a path of it. It returns the
     likeliest next token of every node [1, rows] and the cache, which is donated.
     """
-    forward, init_cache = decoder_functions(architecture, attention, dtype)
+    forward, init_cache, *_ = decoder_functions(architecture, attention, dtype)
 
     def step(params, cache, tokens, positions, tree_mask, path, count):
         out = forward(params, tokens, positions, TreeMask(cache.lengths, tree_mask), cache)

@@ -40,3 +40,21 @@ def next_token_loss(logits: jax.Array, tokens: jax.Array, teacher: jax.Array | N
         imitated = jnp.sum(jax.nn.softmax(teacher.astype(jnp.float32)) * logits, axis=-1)
         expected = (1 - weight) * expected + weight * imitated
     return jnp.mean(total - expected)
+
+
+def imitation_loss(logits: jax.Array, answers: jax.Array, shares: jax.Array, weights: jax.Array) -> jax.Array:
+    """Weighted mean cross-entropy, in nats, to distributions given by a few tokens each.
+
+    One token with all of the share is cross-entropy to a text; a target's likeliest tokens with their probabilities are
+    distillation (Hinton et al. 2015, at temperature 1) without the target's [B, N, V] logits.
+
+    Args:
+      logits: [B, N, V].
+      answers: [B, N, M] int32, tokens; one that is named twice has both shares.
+      shares: [B, N, M] of the tokens; their sum is 1.
+      weights: [B, N] >= 0; where all of them are zero the loss is zero.
+    """
+    logits = logits.astype(jnp.float32)
+    expected = jnp.sum(shares * jnp.take_along_axis(logits, answers, axis=-1), axis=-1)
+    losses = jax.nn.logsumexp(logits, axis=-1) - expected
+    return jnp.sum(weights * losses) / jnp.maximum(jnp.sum(weights), jnp.finfo(jnp.float32).tiny)
