@@ -61,8 +61,9 @@ def test_merged_paths_keep_the_text_exact_and_copies_are_worth_something(rule):
     logits, values = node_logits(whole, target), {}
     for count, per_copy in ((3, True), (3, False), (2, True)):
         with jax.enable_x64(True):
-            trees = whole._replace(trees=jax.device_get(iid_paths(whole.trees, count, LENGTH, per_copy)))
-            result = joint(in_chunks(compiled(rule), trees.trees, logits), trees, target)
+            trees = jax.device_get(iid_paths(whole.trees, count, LENGTH, per_copy))
+            ends = in_chunks(compiled(rule), trees, logits)
+        result = joint(ends, whole, target)  # slots stay, and with them their paths
         np.testing.assert_allclose(result.law, target_law(target), atol=1e-12)
         values[count, per_copy] = result.block_efficiency
     assert (values[3, True] >= values[3, False] - 1e-12).all() and (values[3, True] > values[3, False] + 1e-3).any()
