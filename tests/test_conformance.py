@@ -116,7 +116,8 @@ def same_noise_below(propose, params, keys, state, roots, warp):
     rows = jnp.arange(roots.shape[0])
     first, below = tree.q[rows, tree.q_rows[:, 0, 0]], tree.q[rows, tree.q_rows[:, 1, 0]]
     drawn = tree.draw_tokens[:, 0, 0]
-    luck = jnp.take_along_axis(jnp.cumsum(first, -1) - first / 2, drawn[:, None], 1)
+    within = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 9), (1,)))(keys.draft)
+    luck = jnp.take_along_axis(jnp.cumsum(first, -1) - first * within, drawn[:, None], 1)
     token = jnp.argmax(jnp.cumsum(below, -1) > luck, -1)
     return dataclasses.replace(
         tree, draw_tokens=tree.draw_tokens.at[:, 1, 0].set(token), tokens=tree.tokens.at[:, 2].set(token)
