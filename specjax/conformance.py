@@ -330,18 +330,19 @@ def _check_laws(drafter: Drafter, run: _Run, samples: int, rng: np.random.Genera
                     where = f"source {source} at depth {depth}, row {row}"
                     before = above[1] if above is not None and tree.parents[node] == above[0] else None
                     above = None
-                    for place, u in enumerate(_uniforms(law, q, drawn, rng, where)):
-                        if u is None:
+                    for place, numbers in enumerate(_uniforms(law, q, drawn, rng, where)):
+                        if numbers is None:
                             continue
-                        key = source, depth, place
-                        alone.setdefault(key, np.zeros(_BINS))[int(u * _BINS)] += 1
+                        key, u = (source, depth, place), numbers[0]
+                        for order, number in enumerate(numbers):
+                            alone.setdefault((*key, order), np.zeros(_BINS))[int(number * _BINS)] += 1
                         if before is not None:
                             pair = given.setdefault(key, np.zeros((_PAIR_BINS, _PAIR_BINS)))
                             pair[int(before * _PAIR_BINS), int(u * _PAIR_BINS)] += 1
                         before = u
                         above = above or (node, u)
     for counts, what in ((alone, "its law for the q it gives"), (given, "independence of the draw before or above it")):
-        for (source, depth, place), table in counts.items():
+        for (source, depth, place, *_), table in counts.items():
             sigmas = _excess(np.atleast_2d(table))
             if sigmas > _MOST_SIGMAS:
                 raise ValueError(
@@ -351,8 +352,14 @@ def _check_laws(drafter: Drafter, run: _Run, samples: int, rng: np.random.Genera
                 )
 
 
-def _uniforms(law: str, q: np.ndarray, tokens: list[int], rng: np.random.Generator, where: str) -> list[float | None]:
-    """Each draw as a number that is uniform on [0, 1) under the law; None where the law leaves no choice."""
+def _uniforms(
+    law: str, q: np.ndarray, tokens: list[int], rng: np.random.Generator, where: str
+) -> list[tuple[float, float] | None]:
+    """Each draw as two numbers that are uniform on [0, 1) under the law; None where the law leaves no choice.
+
+    In the first, tokens stand in the order of their ids, which shows noise that was used twice; in the second the
+    likeliest come first, which shows a q that is too sharp or too flat whatever the text.
+    """
     name = law.split()[-1]  # whether a tree grew by what was drawn does not change a draw's law
     if name not in LAWS:
         raise ValueError(f"law {law!r} is unknown, so nothing can be checked; expected one of {', '.join(LAWS)}")
@@ -371,7 +378,9 @@ def _uniforms(law: str, q: np.ndarray, tokens: list[int], rng: np.random.Generat
         if not mass[token] > 0:
             raise ValueError(f"{where}: draw {place} is {token}, which has no mass left for a {law} draw")
         mass = mass / mass.sum()
-        found.append(None if certain else min(mass[:token].sum() + rng.random() * mass[token], 1 - 1e-9))
+        before = mass[:token].sum(), mass[mass > mass[token]].sum() + mass[:token][mass[:token] == mass[token]].sum()
+        within = rng.random() * mass[token]
+        found.append(None if certain else tuple(min(float(start + within), 1 - 1e-9) for start in before))
         if name != "hub":
             left[token] = 0
     return found
