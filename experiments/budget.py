@@ -22,7 +22,7 @@ from specjax.types import Drafter, Model
 
 
 def timed_decode(plan: Plan) -> Callable[[], float]:
-    """Seconds a round of decoding takes, prefill left out."""
+    """Seconds of decoding the whole batch, prefill left out."""
 
     def call() -> float:
         state = jax.block_until_ready(plan.start())
