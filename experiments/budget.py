@@ -22,7 +22,7 @@ from specjax.types import Drafter, Model
 
 
 def timed_decode(plan: Plan) -> Callable[[], float]:
-    """Seconds a round of decoding takes, prefill left out."""
+    """Seconds of decoding the whole batch, prefill left out."""
 
     def call() -> float:
         state = jax.block_until_ready(plan.start())
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rounds = [_rounds(own) for own in plans]
         first = interleaved(calls, max(2, options.repeats // 2))
         seconds = [first[index] / len(rounds[index]) for index in calls]
-        flexible = plan(adaptive(fixed, expected=expected, seconds=seconds, batches=(batch,)))
+        flexible = plan(adaptive(fixed, expected=expected.tolist(), seconds=seconds, batches=(batch,)))
         calls[len(fixed)] = timed_decode(flexible)
         taken = interleaved(calls, options.repeats)
         emitted = batch * (options.new_tokens - 1)
