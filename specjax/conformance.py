@@ -188,6 +188,8 @@ class _Run:
             draft_init=_of_first(plan.spec.draft_init),
             draft_propose=_already,
             draft_commit=_of_first(plan.spec.draft_commit),
+            draft_sizes=(),  # an adaptive drafter is checked at the size its ``propose`` makes
+            draft_choose=None,
         )
         self._target = plan.params.target
         self.state = decode.run_start(self._spec, decode.Params(self._target, (self._params,)), *plan.inputs)

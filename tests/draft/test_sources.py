@@ -31,7 +31,7 @@ def started(drafter: Drafter):
     """A state of three rows, each after its first token, and the roots."""
     tokens = np.zeros((3, 128), np.int32)
     tokens[:, :4] = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
-    state = jax.jit(drafter.init)(drafter.params, tokens, jnp.array([3, 2, 4]))
+    state = jax.jit(drafter.init)(drafter.params, tokens, jnp.array([3, 2, 4]), None)
     return commit(drafter, state, [[13], [14], [15]]), jnp.array([13, 14, 15])
 
 
