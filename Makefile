@@ -32,7 +32,7 @@ quickstart: $(INSTALLED)  ## run the example sweep on the models that ship: a ta
 	$(RUN) -m experiments.run configs/quickstart.toml
 
 test: $(INSTALLED) $(VENV)/.group-test  ## run the tests
-	$(RUN) -m pytest --numprocesses auto --dist worksteal
+	$(RUN) -m pytest --numprocesses auto --dist loadfile
 
 lint: $(INSTALLED) $(VENV)/.group-lint  ## check style and types
 	$(RUN) -m ruff check .

@@ -11,7 +11,7 @@ import pandas as pd
 from rich.console import Console
 
 from experiments.metrics import rows_of
-from experiments.sweep import label
+from experiments.sweep import tree_label
 
 # Block efficiency on i.i.d. trees as published, the best over K <= 4 and L <= 8.
 PUBLISHED = {"naive_sampling": 4.05, "naive_tree": 4.50, "multi_step": 4.58, "spectr": 4.61, "traversal": 5.31}
@@ -57,7 +57,7 @@ def agreement(table: pd.DataFrame) -> str:
     error = np.hypot(known["tokens_sampled_se"], known["tokens_expected_se"])
     away = np.abs(known["tokens_sampled"] - known["tokens_expected"]) / error
     far = [
-        f"{row['verifier']} on {row['draft_mode']} {label(row['tree'])}"
+        f"{row['verifier']} on {row['draft_mode']} {tree_label(row['tree'])}"
         for row, distance in zip(rows_of(known), away, strict=True)
         if distance > 4
     ]
@@ -78,7 +78,7 @@ def _cells(table: pd.DataFrame) -> list[str]:
                 _plus_minus(row[f"{name}_bound"], 0),
             )
         ]
-        lines.append(_line([f"`{label(row['tree'])}`", row["draft_mode"], f"`{row['verifier']}`", *numbers]))
+        lines.append(_line([f"`{tree_label(row['tree'])}`", row["draft_mode"], f"`{row['verifier']}`", *numbers]))
     return lines
 
 

@@ -241,9 +241,12 @@ def _shape(decode: Decode) -> str:
     if decode.builder != "static":
         size = decode.dynamic
         return f"{decode.builder}({size.width}x{size.depth}:{size.nodes})"
-    if isinstance(decode.tree[0], int):
-        return f"<{','.join(map(str, decode.tree))}>"
-    return f"paths({len(decode.tree)})"
+    return tree_label(decode.tree)
+
+
+def tree_label(tree: Tree) -> str:
+    """A static tree's name: ``<3,2,1,1>``, or ``paths(7)`` for seven nodes given as paths."""
+    return f"<{','.join(map(str, tree))}>" if isinstance(tree[0], int) else f"paths({len(tree)})"
 
 
 def _points(blocks: Sequence[Block]) -> Iterator[tuple[str, dict[str, Any]]]:

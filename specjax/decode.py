@@ -172,11 +172,11 @@ def round(spec: Spec, params: Params, state: DecodeState) -> tuple[DecodeState, 
     out = spec.forward(params.target, tree.tokens, positions, mask, state.cache)
 
     acceptance = spec.verify(keys, tree, out.logits, state.warp)
+    spare = ((0, 0), (0, spec.max_depth - tree.max_depth))  # beside deeper trees of other sizes
+    acceptance = acceptance._replace(path=jnp.pad(acceptance.path, spare), tokens=jnp.pad(acceptance.tokens, spare))
 
     before = state.lengths
-    spare = ((0, 0), (0, spec.max_depth - tree.max_depth))  # beside deeper trees of other sizes
-    tokens, path = jnp.pad(acceptance.tokens, spare), jnp.pad(acceptance.path, spare)
-    state, emission = _emit(state, tokens, acceptance.num_accepted + 1, path)
+    state, emission = _emit(state, acceptance.tokens, acceptance.num_accepted + 1, acceptance.path)
     accepted = jnp.minimum(acceptance.num_accepted, emission.counts)
     by_depth = tree.depths[:, None, :] == jnp.arange(1, spec.max_depth + 1)[:, None]
     drafted = jnp.sum(by_depth & tree.valid[:, None, :], axis=-1)

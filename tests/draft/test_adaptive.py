@@ -78,7 +78,7 @@ def test_larger_batches_take_smaller_trees():
     chosen = []
     for batch in (1, 8, 32):
         state = jax.eval_shape(
-            drafter.init, drafter.params, jnp.zeros((batch, 128), jnp.int32), jnp.ones(batch, jnp.int32)
+            drafter.init, drafter.params, jnp.zeros((batch, 128), jnp.int32), jnp.ones(batch, jnp.int32), None
         )
         state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
         chosen.append(int(drafter.choose(drafter.params, state, jnp.ones(batch, bool))))

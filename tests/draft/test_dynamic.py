@@ -163,7 +163,7 @@ def test_trees_equal_those_made_one_draw_at_a_time_round_after_round(law):
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = text
     init, propose = jax.jit(drafter.init), jax.jit(drafter.propose)
-    state = init(drafter.params, tokens, jnp.array([len(text) for text in texts]))
+    state = init(drafter.params, tokens, jnp.array([len(text) for text in texts]), None)
     rng, width, sizes = np.random.default_rng(1), drafter.max_depth + 1, set()
     emitted = [[int(rng.integers(VOCAB))] for _ in range(batch)]
     for number in range(3):

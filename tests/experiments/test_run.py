@@ -233,7 +233,8 @@ def test_padded_trees_share_one_executable_and_emit_the_same(sweep, runs):
     assert runs() == 0
     texts = {}
     for row in sweep.records + runs.records:
-        key = [row[f"decode.{name}"] for name in ("tree", "drafts", "temperature", "verifier")] + [row["prompt"]]
+        key = [row[f"decode.{name}"] for name in ("tree", "drafts", "combine", "temperature", "verifier")]
+        key.append(row["prompt"])
         texts.setdefault(json.dumps(key), []).append(row["tokens"])
     pairs = [found for found in texts.values() if len(found) == 2]
     assert len(pairs) == 8 * 3 and all(a == b for a, b in pairs)
@@ -506,7 +507,7 @@ def test_what_drafts_draw_from_and_lossy_verifiers_are_settings():
     base = sweep_settings.Experiment(sweep_settings.Run("test"), models, decode)
     cells = [*sweep_settings.cells(base), *sweep_settings.cells(dataclasses.replace(base, sweep=(block,)))]
     workshop = run.Workshop(cells)
-    workshop.model = lambda *arguments: arguments
+    workshop.model = workshop.draft = lambda *arguments: arguments
     calls = [workshop._call(cell.config, []) for cell in cells]
     assert [call["draft_warp"] for call in calls] == [sj.Warp(0.5), sj.Warp(0.0, 5), sj.Warp(0.8, 5)]
     assert all(call["allow_lossy"] for call in calls)

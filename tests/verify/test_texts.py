@@ -115,6 +115,8 @@ def chi_square_z(counts: np.ndarray, law: np.ndarray) -> float:
     counts, expected = (np.append(field[~rare], field[rare].sum()) for field in (counts, expected))
     counts, expected = counts[expected > 0], expected[expected > 0]
     freedom = len(expected) - 1
+    if not freedom:  # it is certain
+        return 0.0
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
 
 
@@ -135,5 +137,8 @@ def test_accepted_tokens_corrections_and_bonus_tokens_follow_their_laws(verifier
         "how many": [[part.sum() for part in parts] for parts in (seen, law)],
     }
     for name, (counts, wanted) in classes.items():
+        if VERIFIERS[verifier].lossy and not flat(wanted).any():
+            assert not flat(counts).any()
+            continue
         assert chi_square_z(flat(counts), flat(wanted)) < 5, name
         assert np.sum(flat(counts)) > 300, name
