@@ -73,8 +73,9 @@ def abstract_step(
 
 def check(name: str, target: kernels.Target, sharding: Sharding) -> str | None:
     """Compile a model's step and print a line; returns what is wrong."""
+    architecture = architectures()[name]
     step, arguments = abstract_step(
-        architectures()[name], "bfloat16", None, rows=ROWS, capacity=CAPACITY, sharding=sharding
+        architecture, "bfloat16", None, rows=ROWS, capacity=min(CAPACITY, architecture.max_positions), sharding=sharding
     )
     parameters = sum(leaf.size for leaf in jax.tree.leaves(arguments[0]))
     began = time.perf_counter()

@@ -52,8 +52,8 @@ class KVCache:
         """
         if not self.k:  # of a model without layers: there is nothing but the lengths
             return dataclasses.replace(self, lengths=self.lengths + counts)
-        batch, width = rows.shape
-        capacity = self.k[0].shape[2]
+        batch, capacity = len(rows), self.k[0].shape[2]
+        width = min(rows.shape[1], capacity)  # more are never kept
         # The kept rows land side by side, in one window per sequence; near the end of the cache it starts early.
         starts = jnp.clip(self.lengths, 0, capacity - width)
         places = jnp.arange(width) - (self.lengths - starts)[:, None]

@@ -83,7 +83,7 @@ def optimal_acceptance(p: Any, q: Any, *, num_draws: int | Sequence[int], law: s
     def all_sets(p: jax.Array, q: jax.Array) -> jax.Array:
         return measure.bound(p, measure.node_outcomes(q, laws, counts)[0])
 
-    if laws == ("iid",):
+    if laws == ("iid",) and counts[0]:
         return _run(prefixes, p, q)
     _check_size(np.shape(p)[-1], counts, sets=True)
     return _run(all_sets, p, q)

@@ -65,8 +65,12 @@ def drawn_by(law: str) -> str:
 
 
 def gumbel_noise(key: jax.Array, vocab_size: int, dtype: Any = jnp.float32) -> jax.Array:
-    """[V] standard Gumbel noise. ``shared_gumbel`` drafting and the emission it anticipates both call this."""
-    return jax.random.gumbel(key, (vocab_size,), dtype)
+    """[V] standard Gumbel noise. ``shared_gumbel`` drafting and the emission it anticipates both call this.
+
+    Of twice as many random bits as usual: large values otherwise fall on a lattice (15.9, 15.2, 14.5, ..), and a tail
+    of 150,000 unlikely tokens that should be drawn 0.100 of the time is drawn 0.092 of the time.
+    """
+    return jax.random.gumbel(key, (vocab_size,), dtype, mode="high")
 
 
 def _check_draws(name: str, q: jax.Array, k: int, most: int | None) -> None:

@@ -39,15 +39,19 @@ class Warp:
         mass = jnp.exp(shifted / jnp.where(temperature > 0, temperature, 1))
         probs = mass / jnp.sum(mass, axis=-1, keepdims=True)
 
-        def keep_likeliest(probs: jax.Array) -> jax.Array:
-            ones = jnp.ones_like(probs, jnp.int32)
-            in_top_k = (top_k <= 0) | _likeliest(probs, ones, top_k)
-            probs = jnp.where(in_top_k, probs, 0)
-            mass = top_p * jnp.sum(probs, axis=-1, keepdims=True)
+        def keep_top_k(probs: jax.Array) -> jax.Array:
+            kept = _likeliest(probs, jnp.ones_like(probs, jnp.int32), top_k)
+            probs = jnp.where((top_k <= 0) | kept, probs, 0)
+            return probs / jnp.sum(probs, axis=-1, keepdims=True)
+
+        def keep_top_p(probs: jax.Array) -> jax.Array:
+            # Some token is always kept, so the mass that is asked for may not vanish.
+            mass = jnp.maximum(top_p * jnp.sum(probs, axis=-1, keepdims=True), jnp.finfo(probs.dtype).tiny)
             probs = jnp.where((top_p >= 1) | _likeliest(probs, probs, mass), probs, 0)
             return probs / jnp.sum(probs, axis=-1, keepdims=True)
 
-        probs = lax.cond(jnp.any((top_k > 0) | (top_p < 1)), keep_likeliest, lambda probs: probs, probs)
+        probs = lax.cond(jnp.any(top_k > 0), keep_top_k, lambda probs: probs, probs)
+        probs = lax.cond(jnp.any(top_p < 1), keep_top_p, lambda probs: probs, probs)
 
         def greedy_rows(probs: jax.Array) -> jax.Array:
             one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=probs.dtype)

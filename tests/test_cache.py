@@ -81,6 +81,15 @@ def test_committing_into_the_last_rows_does_not_wrap_around():
     assert out.lengths.tolist() == [CAPACITY, CAPACITY, 4]
 
 
+def test_more_rows_than_the_cache_has_may_be_offered():
+    """A tree deeper than a small cache: no more are kept than there is room for."""
+    rows = jnp.array([[6, 5, 4, 3, 2, 1, 0, 0, 0, 0, 0, 0]] * 3)
+    out = append_and_commit(filled(0, [CAPACITY - 2, 0, 1]), fed(0, 3), fed(1, 4), rows, jnp.array([2, 3, 0]))
+    same = append_and_commit(filled(0, [CAPACITY - 2, 0, 1]), fed(0, 3), fed(1, 4), rows[:, :4], jnp.array([2, 3, 0]))
+    for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(same)):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_discard_forgets_the_tree_only():
     cache = filled(0, [1, 2, 3])
     appended = cache.append(0, *fed(0, 3)[:2]).append(1, *fed(0, 3)[2:])

@@ -245,3 +245,9 @@ def test_several_sources_over_trees():
 def test_bad_questions_get_clear_answers(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_without_draws_nothing_can_be_accepted():
+    p, q = [0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]
+    for law in ("iid", "without_replacement"):
+        assert exact.optimal_acceptance(p, q, num_draws=0, law=law) == pytest.approx(0, abs=1e-12)

@@ -100,8 +100,9 @@ def tree_attention(
 ) -> jax.Array:
     """Attend from N tree nodes to the committed prefix and to the nodes the mask shows them.
 
-    Query head h reads KV head h // (Hq // Hkv). Scores are scaled by D ** -0.5. A slot nobody may see can hold
-    anything, NaN included. A row that may see nothing comes out as zeros.
+    Query head h reads KV head h // (Hq // Hkv). Scores are scaled by D ** -0.5. A slot past the prefix, or a tree row
+    that the mask shows to nobody, can hold anything, NaN included; what a window has left behind must be finite. A row
+    that may see nothing comes out as zeros.
 
     Args:
       q: [B, N, Hq, D] queries.

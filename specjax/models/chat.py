@@ -52,7 +52,7 @@ def load_chat_template(path: str | Path, name: str = "default") -> ChatTemplate:
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    directory = find_model(path)
+    directory = find_model(path, weights=False)
     templates, tokens = _templates(directory)
     if not templates:
         raise FileNotFoundError(

@@ -110,6 +110,16 @@ def _mismatches(
     return problems
 
 
+def check_dtype(dtype: str) -> None:
+    """Refuse what weights cannot be kept in.
+
+    Raises:
+      ValueError: naming what they can.
+    """
+    if dtype not in _DTYPE_NAMES:
+        raise ValueError(f"unknown dtype {dtype!r}; expected {', '.join(_DTYPE_NAMES)}")
+
+
 def load_model(
     path: str | Path,
     *,
@@ -139,8 +149,7 @@ def load_model(
         tensors; or weights that only exist as pickles, an architecture that is not supported, stop tokens that are no
         token ids, an unknown dtype.
     """
-    if dtype not in _DTYPE_NAMES:
-        raise ValueError(f"unknown dtype {dtype!r}; expected float32, bfloat16 or float16")
+    check_dtype(dtype)
     directory = find_model(path)
     raw = read_json(directory / "config.json")
     try:
@@ -161,7 +170,10 @@ def load_model(
         value = value.T if _is_transposed(parameter.path) else value
         where = sharding_of(config, parameter.path, value.shape, sharding)
         # Copied into the order and dtype of a device's memory here, for jax's own conversions keep more copies.
-        value = np.ascontiguousarray(value, jax.numpy.dtype(dtype))
+        with np.errstate(over="ignore"):
+            value = np.ascontiguousarray(value, jax.numpy.dtype(dtype))
+        if dtype == "float16" and np.isinf(value).any():
+            raise ValueError(f"{directory}: {short} has values beyond float16; load with dtype='bfloat16' or 'float32'")
         return jax.block_until_ready(jax.device_put(value, where))
 
     by_size = sorted(wanted.items(), key=lambda item: math.prod(item[1].shape), reverse=True)
@@ -205,8 +217,7 @@ def save_model(
     Raises:
       ValueError: a dtype that cannot be stored, or an architecture that no family has.
     """
-    if dtype not in _DTYPE_NAMES:
-        raise ValueError(f"expected dtype {', '.join(_DTYPE_NAMES)}, got {dtype!r}")
+    check_dtype(dtype)
     described = to_hugging_face(config, eos_ids, dtype)
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)

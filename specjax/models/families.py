@@ -111,11 +111,14 @@ def _rope(config: _Values, max_positions: int) -> Rope:
     # Newer files keep the base inside rope_parameters, older ones beside rope_scaling.
     key = "rope_parameters" if config.raw.get("rope_parameters") else "rope_scaling"
     raw = config.raw.get(key) or {}
+    if key == "rope_parameters" and config.raw.get("rope_scaling") not in (None, {}, raw):
+        config.wrong("both rope_parameters and rope_scaling, and they differ; expected one of them")
     if not isinstance(raw, Mapping) or any(isinstance(value, Mapping) for value in raw.values()):
         config.wrong(f"{key} {raw!r}; expected one flat object for all layers, or null")
         raw = {}
-    outside = {name: config.raw[name] for name in ("rope_theta", "partial_rotary_factor") if config.raw.get(name)}
-    if "original_max_position_embeddings" in config.raw:
+    given = lambda name: config.raw.get(name) is not None
+    outside = {name: config.raw[name] for name in ("rope_theta", "partial_rotary_factor") if given(name)}
+    if given("original_max_position_embeddings"):
         raw = {**raw, "original_max_position_embeddings": config.raw["original_max_position_embeddings"]}
     settings = _Values({**outside, **raw}, config.problems, f"in {key} " if raw else "")
     settings.only("partial_rotary_factor", 1.0, None)
@@ -123,7 +126,7 @@ def _rope(config: _Values, max_positions: int) -> Rope:
     if theta <= 1:
         settings.wrong(f"rope_theta {theta}; expected a number > 1")
         theta = 2.0
-    kind = raw.get("rope_type", raw.get("type", "default"))
+    kind = raw.get("rope_type") or raw.get("type") or "default"
     return Rope(theta, _scaling(kind, settings, max_positions))
 
 

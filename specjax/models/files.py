@@ -103,7 +103,8 @@ def _tensors(directory: Path, file: str) -> list[Stored]:
 
 def _no_weights(directory: Path) -> Exception:
     convert = (
-        "Convert them with transformers: AutoModelForCausalLM.from_pretrained(PATH, dtype='auto').save_pretrained(PATH)"
+        "Convert them with transformers: AutoModelForCausalLM.from_pretrained(NAME, dtype='auto').save_pretrained(DIR) "
+        "with the model's id or directory as NAME; then pass DIR"
     )
     pickled = ", ".join(sorted(path.name for path in directory.glob("*.bin")))
     if pickled:

@@ -57,6 +57,11 @@ def check_pair(target: Model, draft: Model) -> tuple[str, ...]:
                 f"the tokenizers of {names['target']} and {names['draft']} differ at {len(different)} ids: {shown}; "
                 "choose a draft of the target's family, or train one with its tokenizer"
             )
+        elif 2 * len(shared) < min(len(ours), len(theirs)):
+            problems.append(
+                f"the tokenizers of {names['target']} and {names['draft']} have {len(ours)} and {len(theirs)} tokens, "
+                f"but only {len(shared)} ids in common; nothing says that the others mean the same"
+            )
         elif target.vocab_size != draft.vocab_size or ours.keys() != theirs.keys():
             remarks.append(
                 f"{sizes}; they share the {len(shared)} tokens that both tokenizers know, the target's alone has "

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from specjax.models.checkpoint import Placement, sharding_of
+from specjax.models.checkpoint import Placement, check_dtype, sharding_of
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import abstract_decoder
 from specjax.types import PyTree
@@ -35,8 +35,9 @@ def restore_params(
 
     Raises:
       FileNotFoundError: no such folder.
-      ValueError: it holds the parameters of another architecture.
+      ValueError: it holds the parameters of another architecture, or an unknown dtype.
     """
+    check_dtype(dtype)
     folder = Path(path).absolute()
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; expected parameters that save_params wrote")

@@ -14,7 +14,7 @@ def load_tokenizer(path: str | Path) -> tokenizers.Tokenizer:
       FileNotFoundError: the directory has no tokenizer.json.
       ValueError: the file is not one the ``tokenizers`` library reads.
     """
-    file = find_model(path)
+    file = find_model(path, weights=False)
     if file.suffix != ".json":
         file = file / "tokenizer.json"
     if not file.exists():

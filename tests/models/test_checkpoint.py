@@ -121,6 +121,11 @@ def test_rope_base_is_read_where_it_is(tmp_path, changes):
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'; supported is 'silu'"),
         ({"rope_scaling": {"type": "longrope", "factor": 8.0}}, "type 'longrope'; supported are default, linear"),
         ({"rope_scaling": {"type": "linear"}}, "in rope_scaling no 'factor'"),
+        ({"rope_theta": 0}, "rope_theta 0; expected a number > 0"),
+        (
+            {"rope_parameters": {"rope_theta": 9.0}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "both rope_parameters and rope_scaling, and they differ",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, "expected one flat object for all layers"),
         ({"hidden_size": None}, "no 'hidden_size'"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window 0; expected an integer >= 1"),
@@ -387,7 +392,7 @@ def test_saving_again_leaves_no_files_of_the_last_time(tmp_path):
 
 
 def test_bad_arguments_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="expected dtype float32, bfloat16, float16, got 'int8'"):
+    with pytest.raises(ValueError, match="unknown dtype 'int8'; expected float32"):
         save_model(tmp_path, CONFIG, init_model(CONFIG, jax.random.key(0)).params, dtype="int8")
     folder = directories.write(tmp_path, directories.config(), directories.tensors())
     with pytest.raises(ValueError, match="unknown attention implementation 'flash'; known are reference, xla"):
@@ -399,3 +404,19 @@ def test_bad_arguments_are_refused(tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="not a tokenizer file"):
         load_tokenizer(folder)
+
+
+def test_a_null_beside_the_scaling_does_not_hide_its_original_context():
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {**llama3, "original_max_position_embeddings": 32}
+    raw = directories.config(rope_scaling=scaling, original_max_position_embeddings=None)
+    assert from_hugging_face(raw).rope.scaling.original == 32
+
+
+def test_values_beyond_float16_are_not_made_infinite(tmp_path):
+    weights = directories.tensors()
+    weights["model.norm.weight"][3] = 1e5
+    directories.write(tmp_path, directories.config(), weights)
+    with pytest.raises(ValueError, match=r"norm\.weight has values beyond float16"):
+        load_model(tmp_path, dtype="float16")
+    load_model(tmp_path, dtype="bfloat16")

@@ -48,8 +48,10 @@ def response(kind):
         (response(errors.RepositoryNotFoundError), "the hub has no public model of this id"),
         (response(errors.HfHubHTTPError), "the hub cannot be reached.*HfHubHTTPError"),
         (ConnectionError("refused"), "the hub cannot be reached.*ConnectionError: refused"),
+        (RuntimeError("403 from a proxy"), "the hub cannot be reached.*403 from a proxy"),
+        (errors.HFValidationError("bad name"), "this cannot be the id of a model .bad name."),
     ],
-    ids=["gated", "unknown", "failing", "unreachable"],
+    ids=["gated", "unknown", "failing", "unreachable", "proxy", "invalid"],
 )
 def test_the_hubs_refusals_are_told_apart(monkeypatch, error, message):
     def refuse(*args, **kwargs):
@@ -64,7 +66,16 @@ def test_pickles_are_not_downloaded(monkeypatch, tmp_path):
     asked = {}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **given: asked.update(given) or tmp_path)
     assert find_model("org/name") == tmp_path
-    assert asked["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja"]
+    assert set(asked["allow_patterns"]) == {"*.json", "*.jinja", "*.safetensors"}
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_chat_template])
+def test_a_tokenizer_comes_without_weights(monkeypatch, tmp_path, load):
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **given: asked.update(given) or tmp_path)
+    with pytest.raises(FileNotFoundError):
+        load("org/name")
+    assert set(asked["allow_patterns"]) == {"*.json", "*.jinja"}
 
 
 @pytest.mark.parametrize("path", ["nowhere", "a/b/c", "./org/name", "/org/name", "org/name/", "../name"])

@@ -42,6 +42,15 @@ def test_another_vocabulary_is_refused_with_both_sides(tmp_path):
         assert part in str(caught.value)
 
 
+def test_tokenizers_with_hardly_an_id_in_common_are_refused(tmp_path):
+    """Where ids do not overlap none can differ, which says nothing."""
+    target, draft = model(tmp_path / "a", TOKENS[:4]), model(tmp_path / "b", logits=12)
+    far = tokenizers.Tokenizer(tokenizers.models.WordLevel({"other": 10, "words": 11}, unk_token="other"))
+    far.save(str(tmp_path / "b" / "tokenizer.json"))
+    with pytest.raises(ValueError, match="have 4 and 2 tokens, but only 0 ids in common"):
+        sj.check_pair(target, draft)
+
+
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="knows ids up to 5, its model only 4"):
         sj.check_pair(model(tmp_path / "a"), model(tmp_path / "b", logits=4))

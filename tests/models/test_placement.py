@@ -85,5 +85,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=problem):
             restore_params(tmp_path / "params", dataclasses.replace(CONFIG, **change))
+    with pytest.raises(ValueError, match="unknown dtype 'int32'; expected float32"):
+        restore_params(tmp_path / "params", CONFIG, dtype="int32")
     with pytest.raises(FileNotFoundError, match="no such folder"):
         restore_params(tmp_path / "nowhere", CONFIG)

@@ -21,7 +21,7 @@ def tree_mask(rng: np.random.Generator, batch: int, nodes: int, tree_rows: int) 
             if node:
                 row[node] = row[rng.integers(max(node - 5, 0), node)]
             row[node, tree_rows - nodes + node] = True
-        if nodes > 2:
+        if 2 < nodes < 128:
             row[-1] = False
     return mask
 
