@@ -65,7 +65,7 @@ def _likeliest(probs: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.A
 
     By two bisections, over the bits of the probability of the last token kept (bits order nonnegative floats as they
     order integers) and over its id: sums over the vocabulary are fast everywhere, sorts and running sums are not, and
-    take a TPU's compiler half a minute.
+    filters made of them took a TPU's compiler half a minute at V = 32,000.
 
     Args:
       probs: [..., V] >= 0.
