@@ -1,10 +1,8 @@
 """All lossless verifiers under matched trees: `python -m experiments.bakeoff configs/verifier_bakeoff.toml`."""
 
-import argparse
 import dataclasses
 import functools
 import math
-import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pandas as pd
-from rich.console import Console
 
 import specjax as sj
-from experiments import bakeoff_report, config, prompts
+from experiments import bakeoff_report, command, config, prompts
 from experiments.config import ConfigError, setting
 from experiments.recorded import Recording, accepted_by_depth, expected, iid_paths, record, sampled
 from specjax import exact
@@ -313,11 +310,7 @@ def _by_depth_of_paths(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status: 0, or 2 for a bad config."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.bakeoff", description="Compare lossless verifiers.")
-    parser.add_argument("config", help="a TOML file, such as configs/verifier_bakeoff.toml")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. zoo.steps=4")
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: runs/NAME-ID")
-    args = parser.parse_args(arguments)
+    args = command.parser("bakeoff", "Compare lossless verifiers.", runs=True).parse_args(arguments)
     try:
         settings = config.load(Bakeoff, args.config, args.set)
         pair = Pair(settings.zoo, settings.seed)
@@ -325,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     directory = args.out or config.REPOSITORY / "runs" / f"{settings.name}-{config.digest(settings)}"
-    screen = Console()
+    screen = command.screen()
     tables = {}
     for name, cells in (
         ("tabular", tabular(settings.tabular, settings.seed)),

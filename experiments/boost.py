@@ -1,6 +1,5 @@
 """Boost-tuning of small models: ``python -m experiments.boost configs/boost.toml [--set a.b=value]``."""
 
-import argparse
 import dataclasses
 import functools
 import hashlib
@@ -17,11 +16,11 @@ import rich.console
 import rich.table
 
 from experiments import answers as said
+from experiments import command, coverage
 from experiments import config as configs
 from experiments import corpus as corpora
-from experiments import coverage
 from experiments.answers import Answers
-from experiments.fit import check_unchanged, fit, read_log
+from experiments.fit import check_unchanged, fit, optimizer_of, read_log
 from experiments.train import held_out_batches
 from specjax.models import load_model, save_model
 from specjax.models.families import from_hugging_face
@@ -31,7 +30,6 @@ from specjax.train import (
     best_factor,
     init_train_state,
     make_lesson_step,
-    make_optimizer,
     matched,
     scale_logits,
     spans,
@@ -213,13 +211,7 @@ def tune(
         raise ValueError(f"ssms.{name}: the SSMs before it match every answer, so nothing is left to train it on")
 
     model = load_model(configs.resolve(ssm.base))
-    optimizer = make_optimizer(
-        learning_rate=ssm.learning_rate,
-        warmup_steps=ssm.warmup_steps,
-        total_steps=ssm.steps,
-        weight_decay=ssm.weight_decay,
-        clip_norm=ssm.clip_norm,
-    )
+    optimizer = optimizer_of(ssm)
     ranks = functools.partial(said.ranks, model, batch=16, product_dtype=boost.product_dtype)
     lesson_of = functools.partial(
         lesson_at, material.lessons, weights, batch=ssm.batch, teacher_weight=ssm.teacher_weight, seed=boost.seed
@@ -343,12 +335,10 @@ def _digest(directory: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Tune what the config names and is not finished, and report."""
-    parser = argparse.ArgumentParser(description="Boost-tune small models on a target; a killed run goes on.")
-    parser.add_argument("config", help="a TOML file such as configs/boost.toml")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=value", dest="overrides")
+    parser = command.parser("boost", "Boost-tune small models on a target; a killed run goes on.")
     options = parser.parse_args(arguments)
     try:
-        run(configs.load(Boost, options.config, options.overrides), rich.console.Console())
+        run(configs.load(Boost, options.config, options.set), rich.console.Console())
     except (ValueError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 1

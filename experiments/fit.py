@@ -4,16 +4,43 @@ import json
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import matplotlib.figure
+import optax
 import rich.console
 import rich.progress
 
-from specjax.train import TrainState, restore_latest, save_checkpoint
+from specjax.train import TrainState, make_optimizer, restore_latest, save_checkpoint
 from specjax.types import PyTree
+
+
+class Schedule(Protocol):
+    """The settings of an optimiser, as configs give them."""
+
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def clip_norm(self) -> float: ...
+
+
+def optimizer_of(schedule: Schedule) -> optax.GradientTransformation:
+    """The optimiser of a config's settings."""
+    return make_optimizer(
+        learning_rate=schedule.learning_rate,
+        warmup_steps=schedule.warmup_steps,
+        total_steps=schedule.steps,
+        weight_decay=schedule.weight_decay,
+        clip_norm=schedule.clip_norm,
+    )
 
 
 def check_unchanged(folder: pathlib.Path, settings: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """Run a sweep: `python -m experiments.run configs/quickstart.toml [--set a.b=value] [--out DIR]`."""
 
-import argparse
 import dataclasses
 import datetime
 import functools
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import specjax as sj
-from experiments import config, metrics, prompts, report, screening, store, sweep
+from experiments import command, config, metrics, prompts, report, screening, store, sweep
 from experiments.config import ConfigError
 from experiments.prompts import Prompt
 from experiments.sweep import Cell, Experiment
@@ -194,15 +193,9 @@ class Workshop:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status: 0, 1 if a cell failed, 2 for a bad config."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.run", description="Run the sweep of a config.")
-    parser.add_argument("config", help="a TOML file, such as configs/quickstart.toml")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. decode.temperature=0.7")
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: runs/NAME-ID")
     arguments = sys.argv[1:] if arguments is None else arguments
-    args = parser.parse_args(arguments)
-    screen = Console()
-    if not screen.is_terminal:
-        screen.width = 120  # a log or a pipe wraps by itself
+    args = command.parser("run", "Run the sweep of a config.", runs=True).parse_args(arguments)
+    screen = command.screen()
     try:
         experiment = config.load(Experiment, args.config, args.set)
         return _run(experiment, args.out, arguments, screen)

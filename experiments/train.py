@@ -1,6 +1,5 @@
 """Training of the small-model zoo: ``python -m experiments.train configs/zoo.toml [--set a.b=value] [--only NAME]``."""
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -14,15 +13,15 @@ import numpy as np
 import rich.console
 import rich.table
 
+from experiments import command
 from experiments import config as configs
 from experiments import corpus as corpora
-from experiments.fit import check_unchanged, fit, plot_losses, read_log
+from experiments.fit import check_unchanged, fit, optimizer_of, plot_losses, read_log
 from specjax.models import DecoderConfig, init_model, load_model, save_model
 from specjax.train import (
     causal_logits,
     embedding_from,
     init_train_state,
-    make_optimizer,
     make_train_step,
     next_token_loss,
     ranks_of_choice,
@@ -181,13 +180,7 @@ def train_one(zoo: Zoo, name: str, corpus: corpora.Corpus, console: rich.console
     if teacher is not None:
         embedding = embedding_from(teacher.params["embed_tokens"][...], run.hidden_size)
         model.params["embed_tokens"].set_value(embedding)
-    optimizer = make_optimizer(
-        learning_rate=run.learning_rate,
-        warmup_steps=run.warmup_steps,
-        total_steps=run.steps,
-        weight_decay=run.weight_decay,
-        clip_norm=run.clip_norm,
-    )
+    optimizer = optimizer_of(run)
     step = make_train_step(
         model,
         optimizer,
@@ -256,14 +249,12 @@ def report(zoo: Zoo, corpus: corpora.Corpus, console: rich.console.Console) -> d
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train what the config names and is not finished, export it, and report once all of it is there."""
-    parser = argparse.ArgumentParser(description="Train a family of small models; a killed run goes on where it was.")
-    parser.add_argument("config", help="a TOML file such as configs/zoo.toml")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=value", dest="overrides")
+    parser = command.parser("train", "Train a family of small models; a killed run goes on where it was.")
     parser.add_argument("--only", metavar="NAME", help="train this one of the models")
     options = parser.parse_args(arguments)
     console = rich.console.Console()
     try:
-        zoo = configs.load(Zoo, options.config, options.overrides)
+        zoo = configs.load(Zoo, options.config, options.set)
         if options.only is not None and options.only not in zoo.models:
             raise ValueError(f"--only: expected one of {', '.join(zoo.models)}, got {options.only!r}")
         corpus = corpora.load(

@@ -1,6 +1,5 @@
 """Training of draft heads on a frozen target: `python -m experiments.train_heads configs/heads.toml [--only NAME]`."""
 
-import argparse
 import dataclasses
 import functools
 import heapq
@@ -14,14 +13,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import rich.console
 import rich.progress
 import rich.table
 
+from experiments import command
 from experiments import config as configs
 from experiments import corpus as corpora
-from experiments.fit import check_unchanged, fit, plot_losses, read_log
+from experiments.fit import check_unchanged, fit, optimizer_of, plot_losses, read_log
 from specjax.models import (
     EagleConfig,
     MedusaConfig,
@@ -39,7 +38,6 @@ from specjax.train import (
     init_train_state,
     make_eagle_step,
     make_medusa_step,
-    make_optimizer,
     medusa_loss,
     ranks_of_choice,
     shifted,
@@ -182,7 +180,7 @@ def medusa(run: Medusa, heads: Heads, target: Model) -> Trainee:
     """Medusa's heads, which start out saying what the target's own does."""
     assert target.hidden_size is not None
     assert target.head is not None
-    head, optimizer = target.head, _optimizer(run.schedule)
+    head, optimizer = target.head, optimizer_of(run.schedule)
     config = MedusaConfig(target.hidden_size, target.vocab_size, run.num_heads, run.num_blocks, run.tied_projection)
 
     @jax.jit
@@ -202,7 +200,7 @@ def eagle(run: Eagle, heads: Heads, target: Model, text: Text) -> Trainee:
     assert target.hidden_size is not None
     assert target.embed is not None
     assert target.head is not None
-    head, optimizer = target.head, _optimizer(run.schedule)
+    head, optimizer = target.head, optimizer_of(run.schedule)
     config = EagleConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
@@ -228,16 +226,6 @@ def eagle(run: Eagle, heads: Heads, target: Model, text: Text) -> Trainee:
 
     step = make_eagle_step(config, target, optimizer, class_weight=run.class_weight, product_dtype=heads.product_dtype)
     return Trainee(config, init_train_state(start, optimizer), step, measure)
-
-
-def _optimizer(schedule: Schedule) -> optax.GradientTransformation:
-    return make_optimizer(
-        learning_rate=schedule.learning_rate,
-        warmup_steps=schedule.warmup_steps,
-        total_steps=schedule.steps,
-        weight_decay=schedule.weight_decay,
-        clip_norm=schedule.clip_norm,
-    )
 
 
 def best_paths(agreement: Sequence[Sequence[float]], nodes: int) -> list[list[int]]:
@@ -310,14 +298,12 @@ def train_one(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train what the config names and is not finished, export it, and report."""
-    parser = argparse.ArgumentParser(description="Train draft heads; a killed run goes on where it was.")
-    parser.add_argument("config", help="a TOML file such as configs/heads.toml")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=value", dest="overrides")
+    parser = command.parser("train_heads", "Train draft heads; a killed run goes on where it was.")
     parser.add_argument("--only", choices=("medusa", "eagle"), help="train this one")
     options = parser.parse_args(arguments)
     console = rich.console.Console()
     try:
-        heads = configs.load(Heads, options.config, options.overrides)
+        heads = configs.load(Heads, options.config, options.set)
         work, directory = configs.resolve(heads.work), configs.resolve(heads.target)
         target = load_model(directory)
         corpus = corpora.load(

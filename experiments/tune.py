@@ -1,6 +1,5 @@
 """Which tree on this hardware: `python -m experiments.tune configs/tune.toml [--set a.b=value] [--out DIR]`."""
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import specjax as sj
-from experiments import config, metrics, plots, prompts
+from experiments import command, config, metrics, plots, prompts
 from experiments.config import ConfigError, setting
 from experiments.search import Bounds, Candidate, Choice, rank
 from experiments.sweep import Models
@@ -177,14 +176,8 @@ def confirm(bench: Bench, trace: RankTrace, batch: int, choices: Sequence[Choice
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status: 0, or 2 for a bad config."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.tune", description="Choose a tree for a device.")
-    parser.add_argument("config", help="a TOML file, such as configs/tune.toml")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. tune.batch_sizes=[1,8]")
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: runs/NAME-ID")
-    args = parser.parse_args(arguments)
-    screen = Console()
-    if not screen.is_terminal:
-        screen.width = 120
+    args = command.parser("tune", "Choose a tree for a device.", runs=True).parse_args(arguments)
+    screen = command.screen()
     try:
         tuning = config.load(Tuning, args.config, args.set)
         if not tuning.models.drafts:

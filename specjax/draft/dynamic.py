@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.draft.ssm import draw_level, feed_level, model_drafter
+from specjax.draft.ssm import bound, draw_level, feed_level, model_drafter
 from specjax.laws import LAWS, Law, grown
 from specjax.tree import MAX_NODES, TokenTree
 from specjax.types import Drafter, Model
@@ -91,15 +91,10 @@ def _builder(name: str, size: Size, laws: tuple[str, ...], mode: str) -> Callabl
                 f"{name}: a width of {size.width} is more than the vocabulary's {model.vocab_size} tokens; narrow it"
             )
         sampled = law != "deterministic"
-        expand = _expander(model.forward, model.max_positions, LAWS[law], size)
+        expand = bound(_expand, model.forward, model.max_positions, LAWS[law], size)
         return model_drafter(model, None, expand, size.depth, grown(law) if sampled else law)
 
     return build
-
-
-@functools.cache
-def _expander(forward, max_positions: int, law: Law, size: Size) -> Callable[..., TokenTree]:
-    return functools.partial(_expand, forward, max_positions, law, size)
 
 
 class _Level(NamedTuple):

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from specjax import prefill
 from specjax.laws import LAWS, Law
 from specjax.mask import ancestor_mask
 from specjax.sampling import Warp, fold_in
-from specjax.tree import TokenTree, Topology, TreeShape
+from specjax.tree import TokenTree, Topology
 from specjax.types import Drafter, Emission, Forward, Model, PyTree, RoundKeys, TreeMask
 
 
@@ -59,7 +59,7 @@ def ssm(model: Model, topology: Topology, law: str) -> Drafter:
             f"the tree has {topology.shape.num_draws} draws at a node, more than the vocabulary's {model.vocab_size} "
             f"tokens, and {law} draws are distinct; narrow the tree"
         )
-    expand = _expander(model.forward, model.max_positions, LAWS[law], topology.shape)
+    expand = bound(_expand, model.forward, model.max_positions, LAWS[law], topology.shape)
     return model_drafter(model, topology, expand, topology.shape.depth, law)
 
 
@@ -165,8 +165,9 @@ def feed_level(
 
 
 @functools.cache
-def _expander(forward, max_positions: int, law: Law, shape: TreeShape) -> Callable[..., TokenTree]:
-    return functools.partial(_expand, forward, max_positions, law, shape)
+def bound(expand: Callable[..., TokenTree], *static: Any) -> Callable[..., TokenTree]:
+    """``expand`` with its first, static arguments; the same object for the same arguments, as ``_functions`` needs."""
+    return functools.partial(expand, *static)
 
 
 def _expand(forward, max_positions, law, shape, params, keys, cache, root_logits, roots, warp) -> TokenTree:

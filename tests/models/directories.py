@@ -6,6 +6,18 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 import safetensors.numpy
 
+from specjax.models import DecoderConfig
+
+TINY = DecoderConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=128,
+)
 SIZES = dict(vocab=64, hidden=32, inner=48, layers=2, heads=4, kv_heads=2, head_dim=8)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from specjax.models import DecoderConfig, init_model, load_model, load_tokenizer, save_model
+from specjax.models import init_model, load_model, load_tokenizer, save_model
 from specjax.models.families import from_hugging_face
 from specjax.models.rope import Dynamic, Linear, Llama3, Rope, Yarn
 from specjax.testing import fresh_logits
@@ -321,17 +321,7 @@ def test_eos_ids_come_from_the_generation_config_first(tmp_path, generation, in_
     assert load_model(folder).eos_ids == ids
 
 
-CONFIG = DecoderConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=128,
-    rope=Rope(500.0),
-)
+CONFIG = dataclasses.replace(directories.TINY, rope=Rope(500.0))
 
 
 OPT = {"num_kv_heads": 4, "rope": None, "norm": "layer", "norm_eps": 1e-5, "mlp": "relu", "tied_head": True}

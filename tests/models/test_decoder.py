@@ -9,21 +9,12 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.models import DecoderConfig, init_model
+from specjax.models import init_model
 from specjax.models.product import product
 from specjax.types import Model, TreeMask
-from tests.models import numpy_llama
+from tests.models import directories, numpy_llama
 
-CONFIG = DecoderConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=128,
-)
+CONFIG = directories.TINY
 PROMPT = [7, 3, 50, 11, 3, 29]
 CAPACITY = 16
 # The tree of schedule (3, 2, 2), breadth-first and depth-first: parents and tokens by slot.

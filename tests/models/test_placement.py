@@ -11,19 +11,11 @@ import numpy as np
 import pytest
 
 from experiments import memory
-from specjax.models import DecoderConfig, init_model, restore_params, save_model, save_params
+from specjax.models import init_model, restore_params, save_model, save_params
 from specjax.testing import fresh_logits
+from tests.models import directories
 
-CONFIG = DecoderConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=128,
-)
+CONFIG = directories.TINY
 
 # Run on four devices: both roads to sharded parameters, and a forward over them.
 ON_FOUR = """
