@@ -1,6 +1,7 @@
 """Chat templates: how a model wants a conversation written."""
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,10 +48,7 @@ def load_chat_template(path: str | Path, name: str = "default") -> ChatTemplate:
       FileNotFoundError: no such directory, or it has no chat template (models that were not taught to chat have none).
       ValueError: no template of this name, or one that is not Jinja.
     """
-    # Imported where they are needed: what does not chat needs no templates.
-    import jinja2
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    import jinja2  # where it is needed: what does not chat needs no templates
 
     directory = find_model(path, weights=False)
     templates, tokens = _templates(directory)
@@ -61,20 +59,17 @@ def load_chat_template(path: str | Path, name: str = "default") -> ChatTemplate:
         )
     if name not in templates:
         raise ValueError(f"{directory}: no chat template {name!r}; it has {', '.join(sorted(templates))}")
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
-        template = environment.from_string(templates[name])
+        template = _environment().from_string(templates[name])
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"{directory}: the chat template {name!r} is not Jinja: {error}") from None
 
     def render(messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        given = {**tokens, "messages": messages, "add_generation_prompt": add_generation_prompt, **variables}
+        # Templates ask whether these are none, which an undefined variable is not.
+        given = {**tokens, "tools": None, "documents": None, "messages": messages}
         try:
-            return template.render(given)
-        except jinja2.TemplateError as error:
+            return template.render({**given, "add_generation_prompt": add_generation_prompt, **variables})
+        except Exception as error:  # a template is somebody's program: it raises whatever its bugs raise
             raise ValueError(f"{directory}: the chat template {name!r} refuses these messages: {error}") from None
 
     return render
@@ -105,8 +100,33 @@ def _templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
     return templates, tokens
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own is for HTML
+@functools.cache
+def _environment() -> Any:
+    """Jinja with what templates on the hub expect to find in it."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}`` marks the assistant's words for training; in a text it is nothing."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own is for HTML
 
 
 def _refuse(message: str) -> None:

@@ -59,6 +59,26 @@ def test_variables_and_json_are_for_people_and_not_for_html(tmp_path):
     assert render(MESSAGES, tools=[{"name": "größe <&>"}]) == '[{"name": "größe <&>"}]</s>4'
 
 
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        ("{{ messages[0] | tojson(indent=1, sort_keys=true) }}", '{\n "content": "Be brief.",\n "role": "system"\n}'),
+        ("{{ 'ä' | tojson(ensure_ascii=true, separators=(',', ':')) }}", '"\\u00e4"'),
+        ("{% if tools is not none %}{{ tools | length }}{% endif %}none", "none"),
+        ("{% generation %}{% set word = 'yes' %}{{ word }}{% endgeneration %}.", "yes."),
+    ],
+    ids=["sorted", "ascii", "no-tools", "generation"],
+)
+def test_what_templates_on_the_hub_use_is_there(tmp_path, template, written):
+    assert load_chat_template(write(tmp_path, chat_template__jinja=template))(MESSAGES) == written
+
+
+def test_a_template_that_breaks_says_which(tmp_path):
+    render = load_chat_template(write(tmp_path, chat_template__jinja="{{ 'a' + messages[0].content }}"))
+    with pytest.raises(ValueError, match="'default' refuses these messages: can only concatenate str"):
+        render([{"role": "user", "content": None}])
+
+
 def test_a_refused_conversation_says_why(tmp_path):
     render = load_chat_template(write(tmp_path, chat_template__jinja=CHATML))
     with pytest.raises(ValueError, match="'default' refuses these messages: no tools here"):
