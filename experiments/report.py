@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from experiments import metrics, plots, store
+from experiments import inflate, metrics, plots, store
 
 CAPTIONS = {
     "methods": "Tokens per verify step (left; whiskers: quartiles over prompts) and decode speed as a multiple of "
@@ -147,8 +147,8 @@ def _markdown(header: Mapping[str, Any], table: pd.DataFrame, summary: pd.DataFr
     lines = [
         f"# {run['name']}",
         "",
-        f"{done} of {len(cells)} cells are finished. Target `{models['target']}`"
-        + (f", drafts {', '.join(f'`{path}`' for path in models['drafts'])}" if models["drafts"] else "")
+        f"{done} of {len(cells)} cells are finished. Target `{inflate.label(models['target'])}`"
+        + (f", drafts {', '.join(f'`{inflate.label(path)}`' for path in models['drafts'])}" if models["drafts"] else "")
         + f"; {models['dtype']}, {header['inputs']['device']}.",
         "",
         f"{len(by_prompt)} prompts of {run['prompts']}, {min(lengths)} to {max(lengths)} tokens"

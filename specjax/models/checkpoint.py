@@ -217,16 +217,38 @@ def save_model(
     Raises:
       ValueError: a dtype that cannot be stored, or an architecture that no family has.
     """
+    leaves = {tensor_name(config, key): (key, leaf) for key, leaf in nnx.to_flat_state(params)}
+
+    def value(name: str) -> np.ndarray:
+        key, leaf = leaves[name]
+        host = np.asarray(leaf[...])
+        return host.T if _is_transposed(key) else host
+
+    save_tensors(
+        path, config, value, eos_ids=eos_ids, tokenizer=tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes
+    )
+
+
+def save_tensors(
+    path: str | Path,
+    config: DecoderConfig,
+    value: Callable[[str], np.ndarray],
+    *,
+    eos_ids: tuple[int, ...] = (),
+    tokenizer: str | Path | None = None,
+    dtype: str = "bfloat16",
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """As ``save_model``, from ``value(name)``, a tensor in the shape that ``stored_shapes`` gives for its name."""
     check_dtype(dtype)
     described = to_hugging_face(config, eos_ids, dtype)
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     wide = jax.numpy.dtype(dtype)
-    leaves = {tensor_name(config, key): (key, leaf) for key, leaf in nnx.to_flat_state(params)}
 
     shards: list[list[str]] = [[]]
-    sizes = {name: leaf[...].size * wide.itemsize for name, (_, leaf) in leaves.items()}
-    for name in sorted(leaves):
+    sizes = {name: math.prod(shape) * wide.itemsize for name, shape in stored_shapes(config).items()}
+    for name in sorted(sizes):
         if shards[-1] and sum(sizes[other] for other in shards[-1]) + sizes[name] > max_shard_bytes:
             shards.append([])
         shards[-1].append(name)
@@ -238,14 +260,9 @@ def save_model(
         files = {f"model-{i + 1:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards)}
         weight_map = {name: file for file, shard in files.items() for name in shard}
         write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
-
-    def value(name: str) -> np.ndarray:
-        key, leaf = leaves[name]
-        host = np.asarray(leaf[...])
-        return np.ascontiguousarray(host.T if _is_transposed(key) else host, wide)
-
     for file, shard in files.items():
-        safetensors.numpy.save_file({name: value(name) for name in shard}, directory / file, {"format": "pt"})
+        tensors = {name: np.ascontiguousarray(value(name), wide) for name in shard}
+        safetensors.numpy.save_file(tensors, directory / file, {"format": "pt"})
     write_json(directory / "config.json", described)
     write_json(directory / "generation_config.json", {"eos_token_id": list(eos_ids)})
     if tokenizer is not None:
