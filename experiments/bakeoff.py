@@ -5,7 +5,6 @@ import functools
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,8 @@ import pandas as pd
 import specjax as sj
 from experiments import bakeoff_report, command, config, prompts
 from experiments.config import ConfigError, setting
-from experiments.recorded import Recording, accepted_by_depth, expected, iid_paths, record, sampled
+from experiments.estimate import Estimate
+from experiments.recorded import Recording, accepted_by_depth, expected, iid_paths, prompts_of, record, sampled
 from specjax import exact
 from specjax.laws import LAWS
 from specjax.request import DRAFT_MODES, prepare
@@ -82,20 +82,6 @@ class Bakeoff:
     paths: Paths = dataclasses.field(default_factory=Paths)
 
 
-class Estimate(NamedTuple):
-    """A mean and its standard error; the error of an exact value is 0."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, values: np.ndarray) -> "Estimate":
-        """Of rows [R] of one kind, or [M, R] of M kinds with equal weight."""
-        values = np.atleast_2d(np.asarray(values, np.float64))
-        kinds, rows = values.shape
-        return cls(float(values.mean()), math.sqrt(values.var(axis=1, ddof=1).sum() / rows) / kinds)
-
-
 def draft_modes(tree: Sequence[int]) -> list[str]:
     """The draft modes that can draft a tree. With one draw a node they are all one law but for the coupled one."""
     most = max(tree)
@@ -133,13 +119,15 @@ def tabular(settings: Tabular, seed: int) -> Iterator[dict]:
         for verifier in entrants(mode, tree, vocab_size):
             accepted = np.stack([sampled(verifier, recording) for (recording,) in recordings])
             acceptance, tokens = summed.expectations(verifier)
+            apart = None if tokens is None else Estimate.of_kinds(accepted + 1 - tokens.mean)
             yield {
                 "tree": tree,
                 "draft_mode": mode,
                 "verifier": verifier,
-                **_columns("acceptance", acceptance, Estimate.of(accepted > 0)),
+                **_columns("acceptance", acceptance, Estimate.of_kinds(accepted > 0)),
                 "acceptance_bound": summed.acceptance_bound,
-                **_columns("tokens", tokens, Estimate.of(accepted + 1)),
+                **_columns("tokens", tokens, Estimate.of_kinds(accepted + 1)),
+                "tokens_apart": apart and apart.from_zero,
                 "tokens_bound": summed.tokens_bound,
             }
 
@@ -245,22 +233,25 @@ def zoo(pair: Pair) -> Iterator[dict]:
     """Cells on the models: a row per tree, draft mode and verifier; every verifier meets the same trees."""
     for tree, mode in _drafted(pair.settings.trees):
         recordings = pair.record(tree, mode)
+        by_prompt = functools.partial(Estimate.of_groups, groups=prompts_of(recordings))
         bound = None
         if mode == "iid":
-            bound = Estimate.of(np.concatenate([_root_bound(item, tree[0]) for item in recordings])).mean
+            bound = float(np.concatenate([_root_bound(item, tree[0]) for item in recordings]).mean())
         for verifier in entrants(mode, tree, pair.target.vocab_size):
             accepted = np.concatenate([sampled(verifier, item) for item in recordings])
-            acceptance = tokens = None
+            acceptance = tokens = apart = None
             if not LAWS[DRAFT_MODES[mode]].shares_emission:
                 by_depth = np.concatenate([expected(verifier, item) for item in recordings])
-                acceptance, tokens = Estimate.of(by_depth[:, 0]), Estimate.of(1 + by_depth.sum(1))
+                acceptance, tokens = by_prompt(by_depth[:, 0]), by_prompt(1 + by_depth.sum(1))
+                apart = by_prompt(accepted - by_depth.sum(1))  # on the same trees, so only the verifier's noise is left
             yield {
                 "tree": tree,
                 "draft_mode": mode,
                 "verifier": verifier,
-                **_columns("acceptance", acceptance, Estimate.of(accepted > 0)),
+                **_columns("acceptance", acceptance, by_prompt(accepted > 0)),
                 "acceptance_bound": bound,
-                **_columns("tokens", tokens, Estimate.of(accepted + 1)),
+                **_columns("tokens", tokens, by_prompt(accepted + 1)),
+                "tokens_apart": apart and apart.from_zero,
                 "tokens_bound": None,
             }
 
@@ -280,10 +271,11 @@ def _root_bound(recording: Recording, draws: int) -> np.ndarray:
 def paths(pair: Pair, settings: Paths) -> Iterator[dict]:
     """Rows per verifier, K and L on one set of recorded trees, which hold all smaller K and L.
 
-    ``rows`` has every tree's expected tokens, so that verifiers can be compared tree by tree.
+    ``rows`` has every tree's expected tokens and ``prompts`` its prompt, to compare verifiers tree by tree.
     """
     most, longest = max(settings.counts), max(settings.lengths)
     recordings = pair.record((most, *(1,) * (longest - 1)), "iid")
+    groups = prompts_of(recordings)
     grid = [(count, length, True) for count in settings.counts for length in settings.lengths]
     for verifier in PATHS:
         by_depth = functools.cache(functools.partial(_by_depth_of_paths, verifier, recordings))
@@ -296,8 +288,9 @@ def paths(pair: Pair, settings: Paths) -> Iterator[dict]:
                 "paths": count,
                 "length": length,
                 "per_copy": per_copy,
-                **dict(zip(("tokens_expected", "tokens_expected_se"), Estimate.of(rows), strict=True)),
+                **dict(zip(("tokens_expected", "tokens_expected_se"), Estimate.of_groups(rows, groups), strict=True)),
                 "rows": rows,
+                "prompts": groups,
             }
 
 

@@ -6,10 +6,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from rich.console import Console
 
+from experiments.estimate import Estimate
 from experiments.metrics import rows_of
 from experiments.sweep import tree_label
 
@@ -35,7 +35,7 @@ def write(directory: pathlib.Path, settings: Mapping[str, Any], tables: Mapping[
     """Write report.md and one CSV per table; print the report."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, table in tables.items():
-        table.drop(columns="rows", errors="ignore").to_csv(directory / f"{name}.csv", index=False)
+        table.drop(columns=["rows", "prompts"], errors="ignore").to_csv(directory / f"{name}.csv", index=False)
     (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     zoo, tabular = settings["zoo"], settings["tabular"]
     lines = [f"# {settings['name']}", "", *EXPLANATION.splitlines()]
@@ -52,10 +52,9 @@ def write(directory: pathlib.Path, settings: Mapping[str, Any], tables: Mapping[
 
 
 def agreement(table: pd.DataFrame) -> str:
-    """How far sampled tokens lie from their expectation, in words."""
+    """How far sampled tokens lie from their expectation on the same trees, in words."""
     known = table.dropna(subset="tokens_expected")
-    error = np.hypot(known["tokens_sampled_se"], known["tokens_expected_se"])
-    away = np.abs(known["tokens_sampled"] - known["tokens_expected"]) / error
+    away = known["tokens_apart"]
     far = [
         f"{row['verifier']} on {row['draft_mode']} {tree_label(row['tree'])}"
         for row, distance in zip(rows_of(known), away, strict=True)
@@ -97,9 +96,10 @@ def _paths(table: pd.DataFrame) -> list[str]:
         gap = ""
         if verifier in PUBLISHED:
             if before is not None:
-                apart = row["rows"] - best[before]["rows"]  # on the same trees, so most of the noise is gone
-                gaps.append((before, verifier, apart.mean(), apart.std(ddof=1) / math.sqrt(len(apart))))
-                gap = _plus_minus(*gaps[-1][2:], sign=True)
+                # On the same trees, so most of the noise is gone.
+                apart = Estimate.of_groups(row["rows"] - best[before]["rows"], row["prompts"])
+                gaps.append((before, verifier, *apart))
+                gap = _plus_minus(*apart, sign=True)
             before = verifier
         published = f"{PUBLISHED[verifier]:.2f}" if verifier in PUBLISHED else "-"
         ours = _plus_minus(row["tokens_expected"], row["tokens_expected_se"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -52,6 +53,11 @@ def _look(spec: decode.Spec, params: decode.Params, state: decode.DecodeState):
 
     state, _ = decode.round(spec._replace(verify=note), params, state)
     return state, seen[0]
+
+
+def prompts_of(recordings: Sequence[Recording]) -> np.ndarray:
+    """[R] the prompt that each running row of the recordings, one after the other, belongs to."""
+    return np.concatenate([np.flatnonzero(item.running) for item in recordings])
 
 
 def expected(verifier: str, recording: Recording) -> np.ndarray:

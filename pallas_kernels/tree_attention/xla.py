@@ -1,9 +1,24 @@
-"""Tree attention in plain XLA: group and node folded into one row axis, prefix and tree as two blocks."""
+"""Tree attention in plain XLA: group and node folded into one row axis, tree and prefix merged block by block."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tree_attention.fold import within_window
+from pallas_kernels.tree_attention.fold import fold, unfold, within_window
+
+# Scores in memory at once. Those of a long prefix would go through memory several times, and block by block they stay
+# in a processor's cache; below this size a loop costs more than it saves.
+_SCORES = 1 << 21
+_FEWEST_KEYS = 256  # of a block: a product of fewer is slow
+
+
+class _Sums(NamedTuple):
+    """A softmax over the keys seen so far."""
+
+    maximum: jax.Array  # [B, Hkv, R, 1]
+    total: jax.Array  # [B, Hkv, R, 1] sum of exp(score - maximum)
+    mixed: jax.Array  # [B, Hkv, R, D] the same, times values
 
 
 def tree_attention(
@@ -19,53 +34,53 @@ def tree_attention(
 ) -> jax.Array:
     """See ``api.tree_attention``.
 
-    Keys and values are read once per KV head: the group's query heads are further rows of the same product. The two
-    blocks share one maximum, so they are one softmax without the copy that joining them would cost.
+    Keys and values are read once per KV head: the group's query heads are further rows of the same product. Tree and
+    prefix are not joined, which would copy the cache. Blocks past the longest prefix are not read.
     """
-    batch, rows, q_heads, head_dim = q.shape
+    batch, nodes, q_heads, head_dim = q.shape
     kv_heads, capacity, tree_rows = k_tree.shape[1], k_cache.shape[2], k_tree.shape[2]
     group = q_heads // kv_heads
-
-    def fold(x: jax.Array) -> jax.Array:
-        return (
-            x.reshape(batch, rows, kv_heads, group, head_dim)
-            .transpose(0, 2, 3, 1, 4)
-            .reshape(batch, kv_heads, group * rows, head_dim)
-        )
-
-    committed = (jnp.arange(capacity) < prefix_lengths[:, None])[:, None, None]  # [B, 1, 1, S]
+    rows = group * nodes
+    folded = fold(q, kv_heads, nodes=nodes, rows=rows)
     shown, first = within_window(tree_mask, prefix_lengths, window)
-    in_prefix = committed
-    if window is not None:
-        in_prefix = committed & (jnp.arange(capacity) >= jnp.tile(first, (1, group))[:, None, :, None])
-    in_tree = jnp.broadcast_to(shown[:, None, None], (batch, 1, group, rows, tree_rows))
-    in_tree = in_tree.reshape(batch, 1, group * rows, tree_rows)
 
+    # No score is as low as where a row's maximum starts, and a masked one lies so far below it that its weight is 0.
     lowest = jnp.finfo(jnp.float32).min
-    folded = fold(q)
 
-    def score(keys: jax.Array, visible: jax.Array) -> jax.Array:
-        scores = jnp.einsum("bhrd,bhsd->bhrs", folded, keys, preferred_element_type=jnp.float32)
-        return jnp.where(visible, scores * head_dim**-0.5, lowest)
+    def look(sums: _Sums, keys: jax.Array, values: jax.Array, visible: jax.Array, seen: jax.Array) -> _Sums:
+        """Keys and values [B, Hkv, K, D], which rows see them [B, 1, R or 1, K], and whether any does [B, 1, K, 1]."""
+        scores = jnp.einsum("bhrd,bhkd->bhrk", folded, keys, preferred_element_type=jnp.float32)
+        scores = jnp.where(visible, scores * head_dim**-0.5, lowest)
+        maximum = jax.lax.stop_gradient(jnp.maximum(sums.maximum, scores.max(axis=-1, keepdims=True)))
+        weights, fade = jnp.exp(scores - maximum), jnp.exp(sums.maximum - maximum)
+        values = jnp.where(seen, values, 0)  # a weight of 0 times NaN is NaN
+        mixed = jnp.einsum("bhrk,bhkd->bhrd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        return _Sums(maximum, sums.total * fade + weights.sum(axis=-1, keepdims=True), sums.mixed * fade + mixed)
 
-    prefix_scores, tree_scores = score(k_cache, in_prefix), score(k_tree, in_tree)
-    maximum = jnp.maximum(
-        prefix_scores.max(axis=-1, keepdims=True, initial=lowest), tree_scores.max(axis=-1, keepdims=True)
-    )
-    maximum = jax.lax.stop_gradient(maximum)
-    # The mask once more: in a row that sees nothing the maximum is the masked score itself, and exp(0) is not 0.
-    prefix_weights = jnp.where(in_prefix, jnp.exp(prefix_scores - maximum), 0)
-    tree_weights = jnp.where(in_tree, jnp.exp(tree_scores - maximum), 0)
-    total = prefix_weights.sum(axis=-1, keepdims=True) + tree_weights.sum(axis=-1, keepdims=True)
+    nothing = jnp.zeros((batch, kv_heads, rows, 1), jnp.float32)
+    sums = _Sums(nothing + lowest / 2, nothing, jnp.zeros(folded.shape, jnp.float32))
+    in_tree = jnp.broadcast_to(shown[:, None, None], (batch, 1, group, nodes, tree_rows))
+    in_tree = in_tree.reshape(batch, 1, rows, tree_rows)
+    sums = look(sums, k_tree, v_tree, in_tree, tree_mask.any(axis=1)[:, None, :, None])
 
-    def weigh(weights: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
-        # A weight of 0 times NaN is NaN, so values that nobody may read become 0.
-        values = jnp.where(seen, values, 0)
-        return jnp.einsum("bhrs,bhsd->bhrd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    block = min(max(_SCORES // (batch * kv_heads * rows), _FEWEST_KEYS), capacity)
 
-    mixed = weigh(prefix_weights, v_cache, committed.swapaxes(-1, -2)) + weigh(
-        tree_weights, v_tree, tree_mask.any(axis=1)[:, None, :, None]
-    )
-    out = mixed / jnp.where(total == 0, 1, total)
-    out = out.reshape(batch, kv_heads, group, rows, head_dim).transpose(0, 3, 1, 2, 4)
-    return out.reshape(batch, rows, q_heads, head_dim).astype(q.dtype)
+    def look_at_block(start: jax.Array | int, sums: _Sums) -> _Sums:
+        # The last block begins earlier where it would go past the end, and leaves out what the one before it had.
+        begin = jnp.minimum(start, capacity - block)
+        keys, values = (jax.lax.dynamic_slice_in_dim(cache, begin, block, axis=2) for cache in (k_cache, v_cache))
+        places = begin + jnp.arange(block)
+        committed = ((places >= start) & (places < prefix_lengths[:, None]))[:, None, None]  # [B, 1, 1, K]
+        visible = committed
+        if window is not None:
+            visible = committed & (places >= jnp.tile(first, (1, group))[:, None, :, None])
+        return look(sums, keys, values, visible, committed.swapaxes(-1, -2))
+
+    if capacity <= block:
+        sums = look_at_block(0, sums) if capacity else sums
+    else:
+        longest = prefix_lengths.max()
+        step = lambda i, sums: jax.lax.cond(i * block < longest, look_at_block, lambda _, sums: sums, i * block, sums)
+        sums = jax.lax.fori_loop(0, -(-capacity // block), step, sums)
+    out = sums.mixed / jnp.where(sums.total == 0, 1, sums.total)
+    return unfold(out, fed=nodes, q_heads=q_heads, nodes=nodes).astype(q.dtype)

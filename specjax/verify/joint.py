@@ -4,6 +4,7 @@ Many problems are summed at once. A tabular model of P problems is a sequence of
 [P] + [V] * (d + 1), holds each problem's law of the next token after each path of d tokens.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -139,14 +140,36 @@ def _rows(forest: Forest, node: int, vocab_size: int) -> np.ndarray:
     return forest.problems * vocab_size**depth + _path_codes(forest.trees.tokens, parents, node, vocab_size)
 
 
-def node_logits(forest: Forest, target: Table) -> np.ndarray:
-    """[T, N, V] log-probabilities of a tabular target at every node."""
+def node_logits(forest: Forest, target: Table, size: int = 0) -> np.ndarray:
+    """[T, N, V] log-probabilities of a tabular target at every node, and zeros at further nodes up to ``size``."""
     vocab_size = target[0].shape[-1]
-    logits = []
-    for node, depth in enumerate(np.asarray(forest.trees.depths[0]).tolist()):
+    depths = np.asarray(forest.trees.depths[0]).tolist()
+    logits = np.zeros((len(forest.probs), max(size, len(depths)), vocab_size))
+    for node, depth in enumerate(depths):
         with np.errstate(divide="ignore"):
-            logits.append(np.log(target[depth].reshape(-1, vocab_size))[_rows(forest, node, vocab_size)])
-    return np.stack(logits, 1)
+            logits[:, node] = np.log(target[depth].reshape(-1, vocab_size))[_rows(forest, node, vocab_size)]
+    return logits
+
+
+def join_trees(trees: Sequence[TokenTree], law: str) -> TokenTree:
+    """Batches of trees [T, ..] of one depth as one, filled up with nodes, draws and sources that do not exist.
+
+    Args:
+      trees: NumPy fields.
+      law: of every source, which is what the verifier is told, whatever it was.
+    """
+    shapes = [(*tree.draw_tokens.shape[1:], *tree.q_rows.shape[2:], *tree.q.shape[1:]) for tree in trees]
+    nodes, draws, sources, *laws = np.max(shapes, axis=0).tolist()
+    sizes = dict.fromkeys(("tokens", "parents", "depths", "valid"), [nodes])
+    sizes |= dict.fromkeys(("draw_tokens", "draw_valid"), [nodes, draws])
+    sizes |= {"draw_source": [draws], "q": laws, "q_rows": [nodes, sources]}
+
+    def join(name: str) -> np.ndarray:
+        fields = [np.asarray(getattr(tree, name)) for tree in trees]
+        size = np.array([0, *sizes[name]])
+        return np.concatenate([np.pad(x, [(0, max(0, more)) for more in (size - x.shape).tolist()]) for x in fields])
+
+    return dataclasses.replace(trees[0], **{name: join(name) for name in sizes}, laws=(law,) * sources)
 
 
 def _goes_on(trees: TokenTree) -> jax.Array:
@@ -235,10 +258,13 @@ class Joint(NamedTuple):
 
 
 def joint(ends: np.ndarray, forest: Forest, target: Table) -> Joint:
-    """Sum where walks end [T, N, V] over the trees, and finish each text by the target."""
+    """Sum where walks end [T, N, V] over the trees, and finish each text by the target.
+
+    Of the nodes only the forest's count, should ``ends`` have more.
+    """
     num_problems, vocab_size = target[0].shape
     depths, total = np.asarray(forest.trees.depths[0]), np.zeros(target[-1].shape)
-    mass = forest.probs[:, None, None] * ends
+    mass = forest.probs[:, None, None] * ends[:, : len(depths)]
     for node, depth in enumerate(depths.tolist()):
         text = np.zeros((num_problems * vocab_size**depth, vocab_size))
         np.add.at(text, _rows(forest, node, vocab_size), mass[:, node])

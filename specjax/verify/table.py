@@ -1,6 +1,5 @@
 """The compatibility table: which verifier is exact for which proposal law, measured by summing every draw."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -9,9 +8,8 @@ import jax
 import numpy as np
 
 from specjax.laws import LAWS, law_key
-from specjax.tree import TokenTree
 from specjax.types import Draws
-from specjax.verify.joint import enumerate_trees, in_chunks, joint, node_logits, path_law, target_law
+from specjax.verify.joint import enumerate_trees, in_chunks, join_trees, joint, node_logits, path_law, target_law
 from specjax.verify.measure import average_coupled, for_laws, node_outcomes
 from specjax.verify.paths import PATH_RULES
 from specjax.verify.rules import RULES
@@ -38,8 +36,8 @@ def table(num_problems: int = 200, seed: int = 0) -> Table:
     """Measure every verifier against every law, one source and several.
 
     Node rules: the law of the emitted token, V = 4, up to three draws in all. Path rules: the joint law of three tokens
-    over trees of depth two, V = 3 in an eighth of the problems and 2 in the others. Random p and q from Dirichlet(0.4),
-    in float64. Takes about half a minute, once.
+    over trees of depth two, V = 3 in an eighth of the problems and 2 in the others, up to three draws a node. Random p
+    and q from Dirichlet(0.4), in float64. Takes about half a minute, once.
 
     Raises:
       RuntimeError: if a pair is neither exact nor clearly biased, which more problems would decide.
@@ -61,16 +59,18 @@ def _cell(worst: float) -> Cell:
 
 
 def format_table(cells: Table) -> str:
-    """A table as Markdown: exact, or the worst total variation, or a dash where the draws are refused."""
-    laws = list(next(iter(cells.values())))
-    lines = ["| verifier | " + " | ".join(laws) + " |", "|---" * (len(laws) + 1) + "|"]
-    for name, row in cells.items():
-        entries = [
-            "exact" if c.verdict == "exact" else "-" if c.verdict == "refused" else f"{c.worst:.2f}"
-            for c in row.values()
-        ]
-        lines.append(f"| {name} | " + " | ".join(entries) + " |")
-    return "\n".join(lines)
+    """A table as Markdown, of one source and of several: exact, or the worst total variation, or a dash if refused."""
+    parts = []
+    for title, suffix in (("One source", ""), ("Several sources, each with its own distribution", " x sources")):
+        lines = ["| verifier | " + " | ".join(f"`{law}`" for law in LAWS) + " |", "|---" * (len(LAWS) + 1) + "|"]
+        for name, row in cells.items():
+            lines.append(f"| `{name}` | " + " | ".join(_entry(row[law + suffix]) for law in LAWS) + " |")
+        parts.append("\n".join([f"## {title}", "", *lines]))
+    return "\n\n".join(parts)
+
+
+def _entry(cell: Cell) -> str:
+    return {"exact": "exact", "refused": "-"}.get(cell.verdict, f"{cell.worst:.2f}")
 
 
 def node_cases() -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -125,62 +125,52 @@ def _node_rules(rng: np.random.Generator, num_problems: int) -> dict[str, dict[s
     return worst
 
 
-def _path_rules(rng: np.random.Generator, num_problems: int) -> dict[str, dict[str, float]]:
-    def random_tables(levels: int) -> list[np.ndarray]:
-        """Laws of all problems: over two tokens, which has far fewer trees, but for every eighth problem."""
-        tables = [rng.dirichlet([0.4] * PATH_VOCAB, (num_problems, *(PATH_VOCAB,) * level)) for level in range(levels)]
-        few = np.arange(num_problems) % 8 > 0
-        for table in tables:
-            table[few, ..., 2:] = 0
-            table /= table.sum(-1, keepdims=True)
-        return tables
+def random_tables(rng: np.random.Generator, levels: int, num_problems: int) -> list[np.ndarray]:
+    """A random tabular model: over three tokens in every eighth problem, over two, with far fewer trees, in the others.
 
-    target, drafts = random_tables(3), [random_tables(2), random_tables(2)]
+    Returns:
+      entry d: [P] + [V] * (d + 1), from Dirichlet(0.4).
+    """
+    tables = [rng.dirichlet([0.4] * PATH_VOCAB, (num_problems, *(PATH_VOCAB,) * level)) for level in range(levels)]
+    few = np.arange(num_problems) % 8 > 0
+    for table in tables:
+        table[few, ..., 2:] = 0
+        table /= table.sum(-1, keepdims=True)
+    return tables
+
+
+def path_cases() -> Iterator[tuple[str, list[list[int]]]]:
+    """Every (law, draws per depth and source) with at most three draws a node; of coupled draws see ``_path_rules``."""
+    one = [[[1], [1]], [[2], [2]], [[3], [1]]]
+    several = [[[1, 1], [1, 0]], [[2, 1], [1, 0]], [[1, 2], [0, 1]]]
+    for name, law in LAWS.items():
+        for schedule in one + several:
+            if name != "shared_gumbel" and np.max(schedule) <= (law.max_draws or NODE_DRAWS):
+                yield name, schedule
+
+
+def _path_rules(rng: np.random.Generator, num_problems: int) -> dict[str, dict[str, float]]:
     # Draws of shared_gumbel are left out: a path rule's decisions depend on noise that the next round would draft from
     # again, which one round does not show.
-    laws = [law for law in LAWS if law != "shared_gumbel"]
+    target = random_tables(rng, 3, num_problems)
+    drafts = [random_tables(rng, 2, num_problems) for _ in range(2)]
     worst: dict[str, dict[str, float]] = {name: {} for name in PATH_RULES}
-    # Two draws a node from one source; or two and one from two sources at the root, and one below.
-    trees = [(1, law, [[2, 0], [2, 0]]) for law in laws] + [(2, law, [[2, 1], [1, 0]]) for law in laws]
-    chains = [(1, law, [[1, 0], [1, 0]]) for law in laws]
-    for kinds, names in ((trees, [name for name in PATH_RULES if name != "block"]), (chains, ["block"])):
-        cases = [
-            (law_key([law] * sources), law, enumerate_trees(drafts, (law, law), schedule, merge=True))
-            for sources, law, schedule in kinds
-        ]
-        for name in names:
-            # Of the laws, path rules only ask whether draws are without replacement: the others run as one batch.
-            for static in ("iid", "without_replacement") if name == "traversal" else (None,):
-                chosen = [
-                    case for case in cases if static is None or (case[1] == "without_replacement") == (static != "iid")
-                ]
-                batch = _batch([forest.trees for _, _, forest in chosen], static or "iid")
-                logits = np.concatenate([node_logits(forest, target) for _, _, forest in chosen])
-                ends = in_chunks(jax.jit(functools.partial(path_law, PATH_RULES[name].rule)), batch, logits)
-                splits = np.cumsum([len(forest.probs) for _, _, forest in chosen])[:-1]
-                for (key, _, forest), part in zip(chosen, np.split(ends, splits), strict=True):
-                    worst[name][key] = _worst(joint(part, forest, target).law, target_law(target))
+    cases = []
+    for law, schedule in path_cases():
+        sources = len(schedule[0])
+        forest = enumerate_trees(drafts[:sources], (law,) * sources, schedule, merge=True)
+        cases.append((law_key([law] * sources), law, forest))
+    for name, rule in PATH_RULES.items():
+        taken = [case for case in cases if name != "block" or case[2].trees.draw_tokens.shape[-1] == 1]
+        # Of the laws, path rules only ask whether draws are without replacement: the others run as one batch.
+        for distinct in (False, True) if name == "traversal" else (None,):
+            chosen = [case for case in taken if distinct in (None, case[1] == "without_replacement")]
+            trees = join_trees([forest.trees for _, _, forest in chosen], "without_replacement" if distinct else "iid")
+            size = trees.tokens.shape[1]
+            logits = np.concatenate([node_logits(forest, target, size) for _, _, forest in chosen])
+            ends = in_chunks(jax.jit(functools.partial(path_law, rule.rule)), trees, logits)
+            splits = np.cumsum([len(forest.probs) for _, _, forest in chosen])[:-1]
+            for (key, _, forest), part in zip(chosen, np.split(ends, splits), strict=True):
+                variation = _worst(joint(part, forest, target).law, target_law(target))
+                worst[name][key] = max(worst[name].get(key, 0.0), variation)
     return worst
-
-
-def _batch(trees: list[TokenTree], law: str) -> TokenTree:
-    """Trees of equally many nodes as one batch, padded to the same numbers of draws and of rows of q."""
-    draws, rows = (
-        max(getattr(tree, field).shape[axis] for tree in trees) for field, axis in (("draw_tokens", 2), ("q", 1))
-    )
-
-    def pad(field: Any, axis: int, size: int) -> Any:
-        return np.pad(field, [(0, size - have if at == axis else 0) for at, have in enumerate(field.shape)])
-
-    padded = [
-        dataclasses.replace(
-            tree,
-            draw_tokens=pad(tree.draw_tokens, 2, draws),
-            draw_valid=pad(tree.draw_valid, 2, draws),
-            draw_source=pad(tree.draw_source, 1, draws),
-            q=pad(tree.q, 1, rows),
-            laws=(law,) * len(tree.laws),
-        )
-        for tree in trees
-    ]
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *padded)

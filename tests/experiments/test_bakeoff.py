@@ -9,7 +9,8 @@ import pytest
 
 import specjax as sj
 from experiments import bakeoff, bakeoff_report, config
-from experiments.recorded import expected, iid_paths, record, sampled
+from experiments.estimate import Estimate
+from experiments.recorded import expected, iid_paths, prompts_of, record, sampled
 from specjax.request import prepare
 from specjax.testing import table_model
 from specjax.tree import check_tree
@@ -93,7 +94,9 @@ def test_recorded_positions_are_those_of_the_incremental_text_until_it_ends():
 
 
 def test_expectations_and_samples_are_of_the_running_rows():
-    (first, *_, last), _ = recordings()
+    (first, *rest, last), _ = recordings()
+    running = [[row for row, runs in enumerate(item.running) if runs] for item in (first, *rest, last)]
+    assert prompts_of([first, *rest, last]).tolist() == sum(running, [])
     for item in (first, last):
         by_depth, accepted = expected("multi_step", item), sampled("multi_step", item)
         assert by_depth.shape == (int(item.running.sum()), 2) and accepted.shape == by_depth.shape[:1]
@@ -112,23 +115,30 @@ def test_every_verifier_meets_the_draft_modes_it_is_exact_for():
     assert everyone == set(sj.verify.VERIFIERS) - {"block", "typical"}
 
 
-def test_estimates_weigh_kinds_alike():
+def test_estimates_weigh_kinds_alike_and_know_that_positions_of_a_prompt_are():
     values = np.array([[0.0, 2.0, 4.0, 2.0], [10.0, 10.0, 10.0, 10.0]])
-    mean, error = bakeoff.Estimate.of(values)
+    mean, error = Estimate.of_kinds(values)
     assert mean == 6 and error == pytest.approx(np.std([0, 2, 4, 2], ddof=1) / 2 / 2)
+    rng = np.random.default_rng(0)
+    means, groups = rng.normal(size=20), np.tile(np.arange(20), 50)
+    mean, error = Estimate.of_groups(means[groups], groups)  # 50 times the same says no more than once
+    assert mean == pytest.approx(means.mean()) and error == pytest.approx(np.std(means, ddof=1) / np.sqrt(20))
+    alone = rng.normal(size=1000)
+    assert Estimate.of_groups(alone, np.arange(1000)).error == pytest.approx(np.std(alone, ddof=1) / np.sqrt(1000))
+    assert Estimate(0.0, 0.0).from_zero == 0 and Estimate(-1.0, 0.5).from_zero == 2 and Estimate(1.0, 0.0).from_zero > 9
 
 
 def test_the_report_says_which_order_holds():
     holds = [("a", "b", 0.5, 0.1), ("b", "c", 0.1, 0.1)]
     assert bakeoff_report.order(holds) == "The published order holds. Within two standard errors: b and c."
     assert bakeoff_report.order([("a", "b", -0.5, 0.1)]) == "The published order does NOT hold: b below a."
-    cell = {"tree": (2, 1), "draft_mode": "iid", "tokens_sampled_se": 0.1, "tokens_expected_se": 0.0}
+    cell = {"tree": (2, 1), "draft_mode": "iid"}
     rows = [
-        {**cell, "verifier": "near", "tokens_expected": 2.0, "tokens_sampled": 2.1},
-        {**cell, "verifier": "coupled", "tokens_expected": None, "tokens_sampled": 2.1},
+        {**cell, "verifier": "near", "tokens_expected": 2.0, "tokens_apart": 1.0},
+        {**cell, "verifier": "coupled", "tokens_expected": None, "tokens_apart": None},
     ]
     assert "at most 1.0 standard errors" in bakeoff_report.agreement(pd.DataFrame(rows))
-    rows.append({**cell, "verifier": "far", "tokens_expected": 2.0, "tokens_sampled": 3.0})
+    rows.append({**cell, "verifier": "far", "tokens_expected": 2.0, "tokens_apart": 10.0})
     assert "FURTHER THAN 4: far on iid <2,1>" in bakeoff_report.agreement(pd.DataFrame(rows))
 
 

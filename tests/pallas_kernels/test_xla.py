@@ -3,14 +3,12 @@
 import math
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention import tree_attention, xla
 
 TOLERANCE = 2e-5
 
@@ -36,7 +34,9 @@ def attend(inputs, implementation, dtype=jnp.float32):
     arrays: dict[str, Any] = {name: jnp.asarray(value) for name, value in inputs.items()}
     arrays = {name: a.astype(dtype) if a.ndim == 4 else a for name, a in arrays.items()}
     arrays["prefix_lengths"] = arrays["prefix_lengths"].astype(jnp.int32)
-    return np.asarray(tree_attention(**arrays, implementation=implementation).astype(jnp.float32))
+    # A new function each time, so that it is traced again: tests change the size of blocks.
+    compiled = jax.jit(lambda arrays: tree_attention(**arrays, implementation=implementation))
+    return np.asarray(compiled(arrays).astype(jnp.float32))
 
 
 def by_loops(inputs):
@@ -77,19 +77,46 @@ def test_equals_the_definition(implementation, shape):
     np.testing.assert_allclose(attend(inputs, implementation), by_loops(inputs), atol=TOLERANCE)
 
 
-@hypothesis.settings(max_examples=8)
-@hypothesis.given(
-    seed=st.integers(0, 2**32 - 1),
-    rows=st.sampled_from([1, 2, 7, 31]),
-    extra=st.sampled_from([0, 5]),
-    capacity=st.sampled_from([0, 17, 40]),
-    grouping=st.sampled_from([(4, 2), (3, 1)]),
+@pytest.mark.parametrize(
+    ("rows", "extra", "capacity", "heads", "kv_heads"),
+    [(1, 0, 17, 4, 2), (2, 5, 40, 3, 1), (7, 0, 0, 3, 1), (31, 5, 17, 4, 2)],
 )
-def test_equals_the_reference_on_random_problems(seed, rows, extra, capacity, grouping):
+def test_equals_the_reference(rows, extra, capacity, heads, kv_heads):
     """B28: over the shapes a kernel sees."""
-    heads, kv_heads = grouping
-    inputs = problem(seed, rows=rows, tree_rows=rows + extra, capacity=capacity, heads=heads, kv_heads=kv_heads)
+    inputs = problem(rows, rows=rows, tree_rows=rows + extra, capacity=capacity, heads=heads, kv_heads=kv_heads)
     np.testing.assert_allclose(attend(inputs, "xla"), attend(inputs, "reference"), atol=TOLERANCE)
+
+
+def small_blocks(monkeypatch, keys):
+    """Read the prefix ``keys`` rows at a time, as a long one is."""
+    monkeypatch.setattr(xla, "_SCORES", 0)
+    monkeypatch.setattr(xla, "_FEWEST_KEYS", keys)
+
+
+@pytest.mark.parametrize("keys", [8, 16])
+def test_a_prefix_read_in_blocks_is_the_same_prefix(monkeypatch, keys):
+    """Blocks that divide the cache and that do not; lengths around the end of one; the last ones are nobody's."""
+    small_blocks(monkeypatch, keys)
+    inputs = problem(9, batch=6, rows=5, capacity=40, lengths=[0, 1, keys - 1, keys, keys + 1, 30])
+    right = by_loops(inputs)
+    for name in ("k_cache", "v_cache"):
+        for row, length in enumerate(inputs["prefix_lengths"]):
+            inputs[name][row, :, length:] = np.nan
+    np.testing.assert_allclose(attend(inputs, "xla"), right, atol=TOLERANCE)
+
+
+def test_blocks_past_the_longest_prefix_are_not_looked_at(monkeypatch):
+    small_blocks(monkeypatch, 8)
+    looked, einsum = [], jnp.einsum
+
+    def counted(*arguments, **options):
+        jax.debug.callback(lambda: looked.append(arguments[0]))
+        return einsum(*arguments, **options)
+
+    monkeypatch.setattr(jnp, "einsum", counted)
+    attend(problem(10, capacity=40, lengths=[9, 3]), "xla")
+    jax.effects_barrier()
+    assert looked.count("bhrd,bhkd->bhrk") == 1 + 2  # the tree, and two of five blocks
 
 
 def test_bfloat16_stays_close():
@@ -136,26 +163,32 @@ def test_rows_that_see_nothing_are_zero(implementation):
     np.testing.assert_allclose(found, by_loops(inputs), atol=TOLERANCE)
 
 
-def test_large_scores_do_not_overflow():
-    """Both blocks share the maximum, wherever it is."""
+@pytest.mark.parametrize("keys", [8, 3])
+def test_large_scores_do_not_overflow(monkeypatch, keys):
+    """Tree and blocks share the maximum, wherever it is."""
+    small_blocks(monkeypatch, keys)
     for name in ("k_cache", "k_tree"):
         inputs = problem(5, lengths=[8, 8])
         inputs[name][:, :, 0] *= 1e4
         np.testing.assert_allclose(attend(inputs, "xla"), attend(inputs, "reference"), atol=TOLERANCE)
 
 
-def test_gradients_equal_the_references():
-    """Training runs through it: a chain on an empty cache, where nothing but the tree block is differentiated."""
-    inputs = problem(6, capacity=0)
+@pytest.mark.parametrize("capacity", [0, 10])
+def test_gradients_equal_the_references(monkeypatch, capacity):
+    """Training runs through it, a chain on an empty cache; and through the blocks of a prefix."""
+    small_blocks(monkeypatch, 4)
+    inputs = problem(6, capacity=capacity, lengths=[0, min(capacity, 5)])
     inputs["tree_mask"] = np.broadcast_to(np.tri(4, dtype=bool), (2, 4, 4))
     arrays: dict[str, Any] = {name: jnp.asarray(value) for name, value in inputs.items()}
     floats = {name: array.astype(jnp.float32) for name, array in arrays.items() if array.ndim == 4}
-    fixed: dict[str, Any] = {"prefix_lengths": jnp.zeros(2, jnp.int32), "tree_mask": arrays["tree_mask"]}
+    fixed: dict[str, Any] = {name: arrays[name] for name in ("prefix_lengths", "tree_mask")}
+    fixed["prefix_lengths"] = fixed["prefix_lengths"].astype(jnp.int32)
 
     def loss(floats, implementation):
         return (tree_attention(**floats, **fixed, implementation=implementation) ** 2).sum()
 
-    ours, theirs = jax.grad(loss)(floats, "xla"), jax.grad(loss)(floats, "reference")
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    ours, theirs = gradient(floats, "xla"), gradient(floats, "reference")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), ours, theirs)
     assert float(jnp.abs(ours["k_tree"]).max()) > 0.1
 

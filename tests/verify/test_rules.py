@@ -1,6 +1,7 @@
 """Node rules, summed over every draw in float64: which are exact for which law, how they are ordered, what edges do."""
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +98,12 @@ def test_the_measured_table_is_what_verifiers_declare():
         assert measured == {key for key in declared if not key.startswith("grown ")}, name  # those are no node's law
         for key, cell in cells[name].items():
             assert cell.verdict == "refused" or cell.worst <= EXACT or cell.worst > BIASED, (name, key, cell)
-    assert len(format_table(cells).splitlines()) == len(cells) + 2
+
+
+def test_the_documented_table_is_the_measured_one():
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "verifiers.md").read_text(encoding="utf-8")
+    for part in format_table(table()).split("\n\n"):
+        assert part in text, f"docs/verifiers.md needs:\n{part}"
 
 
 def test_every_law_has_an_exact_rule_and_only_naive_sampling_survives_shared_noise():

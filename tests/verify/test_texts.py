@@ -80,6 +80,16 @@ def test_greedy_rows_emit_the_argmax(verifier, mode):
     np.testing.assert_array_equal(tokens[-GREEDY:], np.tile(want, (GREEDY, 1)))
 
 
+def test_every_other_pair_is_refused_at_any_temperature():
+    """Temperature is data, so a pair that would bias other rows is refused for greedy ones too."""
+    others = [(name, mode) for name in VERIFIERS for mode in DRAFT_MODES if (name, mode) not in PAIRS]
+    assert len(others) > len(VERIFIERS)
+    for name, mode in others:
+        options = dict(drafts=[table_model(np.log(Q))], tree=schedule(name), draft_mode=mode, warp=Warp(0.0))
+        with pytest.raises(ValueError, match="pass allow_lossy=True|would bias the text .*naive_sampling"):
+            prepare(table_model(np.log(P)), [[0]], verifier=name, max_new_tokens=BUDGET, **options)
+
+
 @pytest.mark.parametrize("mode", DRAFT_MODES)
 def test_naive_sampling_emits_the_incremental_text_in_every_draft_mode(mode):
     tokens, accepted = texts("naive_sampling", mode)
