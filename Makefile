@@ -22,11 +22,13 @@ CANDIDATES = python3.12 python3.13 python3.14 python3 python "$${PYENV_ROOT:-$$H
 PROBE := import ensurepip, sys, venv; sys.exit(not (3, 12) <= sys.version_info < (3, 15))
 NO_PYTHON := Found no Python 3.12 to 3.14 with venv: install one (apt install python3-venv on Debian 13 or Ubuntu 24.04, brew install python@3.12 on macOS, pyenv install 3.12 elsewhere) and run make again.
 
-.PHONY: help quickstart test lint zoo bench kernels shapes device clean
+.PHONY: help install quickstart test lint notebooks docs zoo bench kernels shapes device clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 14
+
+install: $(INSTALLED)  ## install into .venv, which every other target does when it has to
 
 quickstart: $(INSTALLED)  ## run the example sweep on the models that ship: a table, plots and a report
 	$(RUN) -m experiments.run configs/quickstart.toml
@@ -38,6 +40,13 @@ lint: $(INSTALLED) $(VENV)/.group-lint  ## check style and types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pyright
+
+notebooks: $(INSTALLED) $(VENV)/.group-docs  ## run the notebooks, two at a time; what they show goes to build/notebooks
+	@rm -rf build/notebooks && mkdir -p build/notebooks && cp notebooks/*.ipynb build/notebooks
+	ls build/notebooks/*.ipynb | xargs -n 1 -P 2 $(VENV)/bin/jupyter execute --inplace --timeout=300
+
+docs: $(INSTALLED) $(VENV)/.group-docs  ## build the documentation into build/docs, with the notebooks as they were last run
+	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
 
 zoo: $(INSTALLED)  ## train the models that ship again, from nothing
 	$(RUN) -m experiments.train configs/zoo.toml

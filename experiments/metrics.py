@@ -105,7 +105,7 @@ def varying(summary: pd.DataFrame) -> list[str]:
     """Columns that differ beyond method, drafts, warp and verifier: settings, and how draws are made."""
     shown = {"models.drafts", "run.name", *(f"decode.{name}" for name in (*SHOWN, "draft_mode"))}
     names = [str(name) for name in summary.columns if str(name).split(".")[0] in ("run", "models", "decode")]
-    found = [name for name in names if name not in shown and len(set(summary[name])) > 1]
+    found = [name for name in names if name not in shown and len(summary[name].drop_duplicates()) > 1]
     modes = set(summary["drafting"]) - {""}
     return [*(["drafting"] if len(modes) > 1 else []), *found]
 

@@ -11,12 +11,13 @@ from matplotlib.figure import Figure
 from experiments import metrics
 from experiments.metrics import Row
 
-# Okabe and Ito's palette, less its yellow and black: a method has one colour in all figures, a set of drafts one style.
+# Okabe and Ito's palette, less its yellow and black. A method has one colour and marker in all figures, a set of drafts
+# and settings one line and hatch. There is a marker more than there are colours, so that forty methods differ in one.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 GREY = "#777777"
-MARKERS = "osD^vP"
-LINES = ("-", "--", ":", "-.")
-HATCHES = ("", "////", "....", "xxxx")
+MARKERS = "osD^vPX"
+LINES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 3)))
+HATCHES = ("", "////", "....", "xxxx", "----", "oooo")
 MOST_BARS, MOST_LINES = 40, 12
 FEW_TRIES = 20
 
@@ -100,6 +101,82 @@ def acceptance(summary: pd.DataFrame, by_depth: pd.DataFrame) -> Figure:
     return figure
 
 
+def ranks(rates: pd.DataFrame) -> Figure:
+    """How often the draw of each rank is accepted at each depth, as a table of shades with the numbers in it.
+
+    Args:
+      rates: columns depth (from 1), rank (from 1) and rate, a row per cell of the table; as of ``replay.calibrate``.
+    """
+    table = rates.pivot(index="depth", columns="rank", values="rate")
+    rows, columns = table.shape
+    figure = Figure(figsize=(1.6 + 0.62 * columns, 1.0 + 0.36 * rows), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(table, cmap="Greys", vmin=0, vmax=1, aspect="auto")
+    for (row, column), rate in np.ndenumerate(table.to_numpy()):
+        axes.text(column, row, f"{rate:.2f}", ha="center", va="center", color="white" if rate > 0.5 else "black")
+    axes.set_xticks(range(columns), [str(rank) for rank in table.columns])
+    axes.set_yticks(range(rows), [str(depth) for depth in table.index])
+    axes.set_xlabel("rank among the SSM's tokens")
+    axes.set_ylabel("depth")
+    axes.tick_params(length=0, labelsize=8)
+    return figure
+
+
+def sizes(trees: pd.DataFrame) -> Figure:
+    """Tokens per step against drafted nodes, a line for the best tree of each kind at every size.
+
+    Args:
+      trees: columns kind, nodes (below the root) and tokens_per_step, a row per tree.
+    """
+    figure = Figure(figsize=(5.6, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for place, (kind, group) in enumerate(trees.groupby("kind", sort=False)):
+        best = group.groupby("nodes").tokens_per_step.max().cummax()
+        color, marker = PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)]
+        axes.scatter(group.nodes, group.tokens_per_step, s=4, color=color, alpha=0.25, linewidth=0)
+        axes.plot(
+            best.index,
+            best,
+            color=color,
+            linestyle=LINES[place % len(LINES)],
+            marker=marker,
+            markersize=4,
+            markevery=max(1, len(best) // 8),
+            label=str(kind),
+        )
+    axes.set_xlabel("nodes drafted for a step")
+    axes.set_ylabel("tokens per verify step")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    _plain(axes, "both")
+    return figure
+
+
+def frontier(points: pd.DataFrame) -> Figure:
+    """Speed of one request against that of all together; what nothing beats in both is joined by a line.
+
+    Args:
+      points: columns method, batch, per_request and total (both tokens per second), a row per cell.
+    """
+    figure = Figure(figsize=(5.6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for place, (method, group) in enumerate(points.groupby("method", sort=False)):
+        color, marker = PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)]
+        axes.scatter(group.per_request, group.total, s=36, color=color, marker=marker, label=str(method))
+    for row in metrics.rows_of(points):
+        at = (row["per_request"], row["total"])
+        axes.annotate(f"{row['batch']}", at, (5, 4), textcoords="offset points", fontsize=8)
+    ordered = points.sort_values("per_request", ascending=False)
+    best = ordered[ordered.total > ordered.total.cummax().shift(fill_value=-np.inf)]
+    axes.plot(best.per_request, best.total, color=GREY, linewidth=1, zorder=0)
+    axes.set_xlim(0, 1.15 * points.per_request.max())
+    axes.set_ylim(0, 1.15 * points.total.max())
+    axes.set_xlabel("tokens per second of one request")
+    axes.set_ylabel("tokens per second of the batch")
+    axes.legend(frameon=False, fontsize=8)
+    _plain(axes, "both")
+    return figure
+
+
 def _xy(points: Sequence[Row]) -> tuple[list[int], list[float]]:
     return [point["depth"] for point in points], [point["rate"] for point in points]
 
@@ -113,12 +190,13 @@ def _best(title: str, rows: list[dict[str, Any]], most: int) -> tuple[str, list[
 
 
 def _styles(summary: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    rows = metrics.rows_of(summary)
+    rows, varying = metrics.rows_of(summary), metrics.varying(summary)
+    setting = lambda row: (row["ssms"], *(row[name] for name in varying))
     trees = list(dict.fromkeys(row["method"] for row in rows if row["ssms"]))
-    sets = list(dict.fromkeys(row["ssms"] for row in rows if row["ssms"]))
+    settings = list(dict.fromkeys(setting(row) for row in rows if row["ssms"]))
     styles = {}
     for row in rows:
-        tree, draft = (trees.index(row["method"]), sets.index(row["ssms"])) if row["ssms"] else (0, 0)
+        tree, draft = (trees.index(row["method"]), settings.index(setting(row))) if row["ssms"] else (0, 0)
         styles[row["cell"]] = {
             "color": PALETTE[tree % len(PALETTE)] if row["ssms"] else GREY,
             "marker": MARKERS[tree % len(MARKERS)],
@@ -134,7 +212,7 @@ def _name(row: Row, varying: Sequence[str]) -> str:
     return "  ".join(filter(None, parts))
 
 
-def _plain(axes: Axes, grid: Literal["x", "y"]) -> None:
+def _plain(axes: Axes, grid: Literal["x", "y", "both"]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
     axes.grid(axis=grid, color="#dddddd", linewidth=0.6)

@@ -81,7 +81,7 @@ def generate(
     Args:
       target: the model whose distribution is sampled.
       prompts: lists of token ids, of any lengths >= 1; they are one batch.
-      drafts: models (SSMs), each of which drafts ``tree``, or ``Drafter``s; the trees of several are merged. None, and
+      drafts: models (SSMs), each of which drafts ``tree``, or drafters; the trees of several are merged. None, and
         no tree, is incremental decoding.
       tree: an expansion schedule such as (3, 2, 1, 1), a ``Topology``, or a builder: a function of a model and the name
         of a proposal law that returns a ``Drafter``.

@@ -160,5 +160,5 @@ def random_parents(rng: np.random.Generator, num_nodes: int) -> np.ndarray:
 
 
 def total_variation(a: np.ndarray, b: np.ndarray) -> float:
-    """Half the sum of absolute differences of two distributions."""
+    """Half the sum of absolute differences of distributions [...]: the most that an event's probability differs by."""
     return float(np.abs(np.asarray(a) - np.asarray(b)).sum() / 2)

@@ -202,7 +202,11 @@ def check_schedule(schedule: Sequence[int]) -> None:
 
 
 def common_shape(topologies: Iterable[Topology]) -> TreeShape:
-    """The smallest bounds that all these topologies fit into."""
+    """The smallest bounds that all these topologies fit into, for ``Topology.pad``.
+
+    Raises:
+      ValueError: for no topology.
+    """
     shapes = [topology.shape for topology in topologies]
 
     def widest(rows: list[tuple[int, ...]]) -> tuple[int, ...]:
@@ -286,7 +290,12 @@ def check_tree(tree: TokenTree) -> None:
 
 
 def draw_picture(tree: TokenTree | Topology, labels: Sequence[str] | None = None) -> str:
-    """One unbatched tree as text, a node a line; labels default to tokens (or ranks, for a topology)."""
+    """One unbatched tree as text, a node a line, children below their parent.
+
+    Args:
+      tree: N slots; padding is left out.
+      labels: [N] what to write for each slot; None writes the tokens (or ranks, for a topology).
+    """
     parents, valid = np.asarray(tree.parents), np.asarray(tree.valid)
     if labels is None:
         named = isinstance(tree, TokenTree)

@@ -21,11 +21,11 @@ HOME_PATH = re.compile(rb"(?<![A-Za-z0-9_.])/(root|home|Users|work)/")
 
 
 def requirements() -> list[Requirement]:
-    """Everything a pinned install asks for: the library, the experiments, and both dependency groups."""
+    """Everything a pinned install asks for: the library, the experiments, and all dependency groups."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())
     groups = table["dependency-groups"]
     lines = [*table["project"]["dependencies"], *table["project"]["optional-dependencies"]["experiments"]]
-    return [Requirement(line) for line in [*lines, *groups["test"], *groups["lint"]]]
+    return [Requirement(line) for line in [*lines, *(line for group in groups.values() for line in group)]]
 
 
 def pins() -> dict[str, str]:

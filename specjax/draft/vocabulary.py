@@ -29,8 +29,8 @@ def with_vocabulary(
     Args:
       model: the draft model.
       vocab_size: the target's.
-      to_target: the target's id of each of the draft's tokens, -1 where it has none; None: ids mean the same, and the
-        sizes differ by padding, or by tokens that one of the two has in addition.
+      to_target: [V] the target's id of each of the draft's tokens, -1 where it has none; None: ids mean the same, and
+        the sizes differ by padding, or by tokens that one of the two has in addition.
       unknown: the draft's id that stands for tokens it does not have, where such a token is in the text.
 
     Raises:

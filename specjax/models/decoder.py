@@ -283,6 +283,13 @@ def init_model(
     dtype: str = "float32",
     eos_ids: tuple[int, ...] = (),
 ) -> Model:
-    """A model with random parameters."""
+    """A model with random parameters, a start for training or for tests.
+
+    Args:
+      config: the architecture and its sizes.
+      key: [] what the parameters are drawn with.
+      attention, dtype: as in ``load_model``.
+      eos_ids: its stop tokens.
+    """
     params = nnx.state(Decoder(config, rngs=nnx.Rngs(params=key)))
     return make_model(config, params, attention=attention, dtype=dtype, eos_ids=eos_ids)

@@ -54,7 +54,10 @@ def abstract_medusa(config: MedusaConfig) -> tuple[nnx.GraphDef, nnx.State]:
 
 
 def init_medusa(config: MedusaConfig, target: Model) -> PyTree:
-    """Parameters that predict what the target's own head does, where training starts (section 2.1.1)."""
+    """Parameters that predict what the target's own head does, where training starts (Cai et al. 2024, section 2.1.1).
+
+    The last projection is the target's own head, or a copy of it, and the blocks before it add nothing yet.
+    """
     module = MedusaHeads(config, rngs=nnx.Rngs(params=0))  # blocks of zeros, so the key does not matter
     for head in module.heads:
         if head.projection is not None:

@@ -135,6 +135,12 @@ def roofline(
     """A modelled curve: the larger of the time to read weights and cache, and the time to multiply, both at peak.
 
     A bound from below, never a measurement: nothing is added for launches, communication or imperfect kernels.
+
+    Args:
+      config: the model's sizes.
+      device: its peaks, one of ``DEVICES`` say.
+      batches, rows, contexts: the grid: sequences, rows fed to each, and committed tokens before them.
+      bytes_per_number: of weights and cache.
     """
     q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * q_width + 2 * kv_width + 3 * config.intermediate_size)

@@ -16,6 +16,13 @@ def make_optimizer(
     """AdamW whose rate rises linearly from zero, then falls along a half cosine back to zero.
 
     Weight decay acts on matrices only; norms and biases are left alone.
+
+    Args:
+      learning_rate: the highest, reached after ``warmup_steps`` of ``total_steps``.
+      warmup_steps, total_steps: updates.
+      weight_decay: of AdamW (Loshchilov and Hutter 2019), decoupled.
+      clip_norm: gradients of a larger global norm are scaled down to it.
+      b2: decay of the second moment.
     """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0, peak_value=learning_rate, warmup_steps=warmup_steps, decay_steps=total_steps

@@ -23,7 +23,7 @@ class TrainState:
 
 
 def init_train_state(params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
+    """The state before the first step: the parameters as they are given, and the optimiser's own."""
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
 

@@ -348,6 +348,10 @@ def stop_at(rule: Callable[[TokenTree, Rows], PathDecision]) -> Callable[..., Ac
 
     Both come from the PATH stream. EMIT noise belongs to a position, and where a path ended may have been decided at a
     later position than that: the noise would be used twice.
+
+    Args:
+      rule: ``(tree, rows) -> PathDecision`` over a batch; ``rows(nodes [B]) -> [B, V]`` is the target's distribution at
+        one node of each tree.
     """
 
     def verify(keys: RoundKeys, tree: TokenTree, logits: jax.Array, warp: Warp) -> Acceptance:

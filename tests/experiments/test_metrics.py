@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from experiments import metrics, plots, report, run
@@ -193,3 +195,9 @@ def test_plots_of_incremental_decoding_alone():
     table = metrics.frame(rows, ["c"])
     assert plots.acceptance(metrics.summarize(table), metrics.acceptance_by_depth(table)).axes == []
     assert len(plots.methods(metrics.summarize(table)).axes) == 2
+
+
+def test_a_setting_that_no_cell_has_does_not_vary():
+    unset = {"models.attention": [None, None], "decode.draft_warp.temperature": [np.nan, np.nan]}
+    summary = pd.DataFrame({"drafting": ["iid", "iid"], "run.batch_size": [1, 4], **unset})
+    assert metrics.varying(summary) == ["run.batch_size"]
