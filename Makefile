@@ -22,7 +22,7 @@ CANDIDATES = python3.12 python3.13 python3.14 python3 python "$${PYENV_ROOT:-$$H
 PROBE := import ensurepip, sys, venv; sys.exit(not (3, 12) <= sys.version_info < (3, 15))
 NO_PYTHON := Found no Python 3.12 to 3.14 with venv: install one (apt install python3-venv on Debian 13 or Ubuntu 24.04, brew install python@3.12 on macOS, pyenv install 3.12 elsewhere) and run make again.
 
-.PHONY: help install quickstart test lint notebooks docs zoo bench kernels shapes device clean
+.PHONY: help install quickstart tables test lint notebooks docs zoo bench kernels shapes device clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,9 @@ install: $(INSTALLED)  ## install into .venv, which every other target does when
 
 quickstart: $(INSTALLED)  ## run the example sweep on the models that ship: a table, plots and a report
 	$(RUN) -m experiments.run configs/quickstart.toml
+
+tables: $(INSTALLED)  ## make the papers' tables on the models that ship, in one report
+	$(RUN) -m experiments.tables configs/tables/*.toml
 
 test: $(INSTALLED) $(VENV)/.group-test  ## run the tests
 	$(RUN) -m pytest --numprocesses auto --dist loadfile

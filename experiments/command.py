@@ -6,10 +6,13 @@ import pathlib
 from rich.console import Console
 
 
-def parser(module: str, about: str, *, runs: bool = False) -> argparse.ArgumentParser:
-    """Arguments ``config`` and ``set`` of `python -m experiments.MODULE`, and ``out``, a folder, with ``runs``."""
+def parser(module: str, about: str, *, runs: bool = False, configs: str | None = None) -> argparse.ArgumentParser:
+    """Arguments ``config`` and ``set`` of `python -m experiments.MODULE`, and ``out``, a folder, with ``runs``.
+
+    ``configs`` says how many there are: one, "?" for at most one, "+" for several.
+    """
     made = argparse.ArgumentParser(prog=f"python -m experiments.{module}", description=about)
-    made.add_argument("config", help="a TOML file of configs/")
+    made.add_argument("config", nargs=configs, help="a TOML file of configs/")
     made.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="another value of a dotted key, such as a.b=0.7"
     )

@@ -78,6 +78,14 @@ def credit_by_source(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found, columns=columns)
 
 
+def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables under dotted names."""
+    found = {}
+    for name, value in tables.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
 def panels(summary: pd.DataFrame) -> list[tuple[str, list[dict[str, Any]]]]:
     """Cells to be compared with one another, under a title: those with one warp and verifier, whatever drafts them.
 
@@ -123,10 +131,15 @@ def short_names(names: Sequence[str]) -> str:
     return prefix + "+".join(name.removeprefix(prefix) for name in names)
 
 
+def untimed(row: Row) -> str:
+    """Why a cell has no times."""
+    return "replayed" if row["run.measure"] == "replay" else "untimed"
+
+
 def one_line(records: Sequence[Row]) -> str:
     """A finished cell's result in a few words."""
     row = _summary(records)
-    speed = "replayed" if np.isnan(row["speedup"]) else f"{row['speedup']:.2f}x"
+    speed = untimed(row) if np.isnan(row["speedup"]) else f"{row['speedup']:.2f}x"
     return f"{row['tokens_per_step']:.2f} tokens/step, {speed}"
 
 

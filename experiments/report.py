@@ -1,5 +1,11 @@
-"""A run for people: the table on the screen, summary.csv, report.md and plots."""
+"""A run for people: the table on the screen, summary.csv, report.md and plots.
 
+`python -m experiments.report DIR...` makes the report of a run again, or compares several runs.
+"""
+
+import argparse
+import pathlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from experiments import inflate, metrics, plots, store
+from experiments import command, compare, inflate, metrics, plots, store
+from experiments.config import ConfigError
 
 CAPTIONS = {
     "methods": "Tokens per verify step (left; whiskers: quartiles over prompts) and decode speed as a multiple of "
@@ -20,8 +27,8 @@ CAPTIONS = {
 }
 
 
-def _timed(value: float, form: str) -> str:
-    return "replayed" if np.isnan(value) else form.format(value)
+def _timed(row: metrics.Row, name: str, form: str) -> str:
+    return metrics.untimed(row) if np.isnan(row[name]) else form.format(row[name])
 
 
 class Column(NamedTuple):
@@ -45,9 +52,9 @@ COLUMNS = (
     Column("accepted", lambda row: f"{row['accepted']}", roomy=True),
     Column("steps", lambda row: f"{row['steps']}"),
     Column("tokens/step", lambda row: f"{row['tokens_per_step']:.2f}"),
-    Column("decode s", lambda row: _timed(row["decode_seconds"], "{:.2f}")),
-    Column("tokens/s", lambda row: _timed(row["tokens_per_second"], "{:.0f}")),
-    Column("speed-up", lambda row: _timed(row["speedup"], "{:.2f}x")),
+    Column("decode s", lambda row: _timed(row, "decode_seconds", "{:.2f}")),
+    Column("tokens/s", lambda row: _timed(row, "tokens_per_second", "{:.0f}")),
+    Column("speed-up", lambda row: _timed(row, "speedup", "{:.2f}x")),
     Column("text", lambda row: _same_text(row), left=True),
 )
 
@@ -64,6 +71,8 @@ DEFINITIONS = """\
   same prompts, with the same seeds, budgets and stop tokens. Below 1.00x is slower.
 - **text**: whether the tokens are those of incremental decoding with the same seeds. Greedy decoding and naive sampling
   promise that; other verifiers promise the same distribution, so their texts differ ("own sample").
+- **replayed** cells were not decoded, so they have no times; **untimed** ones were decoded beside others (`--jobs`),
+  where a time would say little about the method.
 - Ratios are totals over totals, never means of ratios.
 """
 
@@ -217,3 +226,33 @@ def _credit(table: pd.DataFrame, summary: pd.DataFrame) -> list[str]:
         )
         lines.append(f"| {' | '.join(map(str, texts))} | {row['alone']} | {row['alone_share']:.0%} |")
     return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status: 0, or 2 for a directory that holds no run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.report", description="Report a run, or compare several."
+    )
+    parser.add_argument("runs", nargs="+", type=pathlib.Path, metavar="DIR", help="a directory under runs/")
+    parser.add_argument(
+        "--out", type=pathlib.Path, metavar="FILE", help="write the comparison of several there as well"
+    )
+    args = parser.parse_args(arguments)
+    screen = command.screen()
+    try:
+        runs = [store.load(directory) for directory in args.runs]
+        if len(runs) == 1:
+            write(runs[0], screen)
+            return 0
+        text = compare.markdown(runs)
+    except ConfigError as error:
+        print(*(f"error: {problem}" for problem in error.problems), sep="\n", file=sys.stderr)
+        return 2
+    screen.print(text, markup=False, highlight=False, soft_wrap=True)
+    if args.out:
+        args.out.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,11 +1,8 @@
-"""Run a sweep: `python -m experiments.run configs/quickstart.toml [--set a.b=value] [--out DIR]`."""
+"""Run a sweep: `python -m experiments.run configs/quickstart.toml [--set a.b=value] [--out DIR] [--jobs N]`."""
 
-import dataclasses
 import datetime
-import functools
-import hashlib
 import importlib.metadata
-import itertools
+import multiprocessing
 import os
 import pathlib
 import platform
@@ -13,215 +10,95 @@ import shlex
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-import specjax as sj
-from experiments import command, config, metrics, prompts, report, screening, store, sweep
+from experiments import command, config, metrics, report, screening, store, sweep, workshop
 from experiments.config import ConfigError
-from experiments.prompts import Prompt
 from experiments.sweep import Cell, Experiment
-from specjax.request import make_drafter, prepare
+from experiments.workshop import Workshop
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers")
 
 
-class Measured(NamedTuple):
-    """One prompt's generation and what it took. Seconds are its batch's wall time over the batch's rows, one a pass."""
-
-    tokens: list[int]
-    finish_reason: str
-    rounds: Sequence[Any]
-    batch: int
-    prefill_seconds: list[float]
-    decode_seconds: list[float]
-
-
-class Workshop:
-    """What the cells of a run share: models, prompts and baselines, each made once."""
-
-    def __init__(self, cells: Sequence[Cell]):
-        self.model = functools.cache(_load_model)
-        self.draft = functools.cache(self._load_draft)
-        self.prompts = functools.cache(_load_prompts)
-        self.baseline = functools.cache(self._baseline)
-        self.screening = screening.Screening(self._whole_call)
-        self.fit(cells)
-
-    def fit(self, cells: Sequence[Cell]) -> None:
-        """Take the bounds that all trees of a padded run share from these cells."""
-        trees = [sweep.builder(cell.config.decode) for cell in cells]
-        trees = [tree for tree in trees if isinstance(tree, sj.Topology)]
-        self._bounds = sj.common_shape(trees) if trees else None
-
-    def check(self, cells: Sequence[Cell]) -> dict[str, str]:
-        """Load what the cells need and check that each can run, before anything is compiled.
-
-        Returns:
-          A fingerprint of every model and prompt set.
-
-        Raises:
-          ConfigError: everything that is missing or cannot be.
-        """
-        problems: list[str] = []
-        fingerprints = {}
-        pairs = set()
-        for cell in cells:
-            experiment = cell.config
-            try:
-                for path in (experiment.models.target, *experiment.models.drafts):
-                    fingerprints[path] = _fingerprint(path)
-                texts = self.prompts(*_prompt_key(experiment))
-                fingerprints[experiment.run.prompts] = prompts.fingerprint(texts)
-                models = experiment.models
-                for pair in {(models.target, path) for path in models.drafts} - pairs:
-                    pairs.add(pair)
-                    if not sj.is_heads(config.resolve(pair[1])):  # these have no ids of their own
-                        sj.check_pair(*(self.model(path, models.attention, models.dtype) for path in pair))
-                prepare(**self._call(experiment, texts))
-            except ConfigError as error:
-                problems += error.problems
-            except (ValueError, OSError) as error:
-                problems.append(f"{cell.where}{sweep.label(experiment.decode)}: {error}")
-        if problems:
-            raise ConfigError(list(dict.fromkeys(problems)))
-        return fingerprints
-
-    def measure(self, experiment: Experiment, tick: Callable[[float], None]) -> list[Measured]:
-        """Decode every prompt, ``repeats`` times, compilation left out.
-
-        The first batch of each size is decoded once before it is timed, and a call that compiled is not counted.
-
-        Args:
-          experiment: a cell.
-          tick: called with the share of the work that each timed call was.
-        """
-        if experiment.run.measure == "replay" and not experiment.decode.incremental:
-            tick(1)
-            unknown = [float("nan")] * experiment.run.repeats
-            return [
-                Measured(
-                    *found, batch=row // experiment.run.batch_size, prefill_seconds=unknown, decode_seconds=unknown
-                )
-                for row, found in enumerate(self.screening.replay(experiment))
-            ]
-        texts = self.prompts(*_prompt_key(experiment))
-        batches = [list(batch) for batch in itertools.batched(texts, experiment.run.batch_size)]
-        measured: list[Measured] = []
-        warm: set[int] = set()
-        first = 0
-        for number, batch in enumerate(batches):
-            call = functools.partial(sj.generate, **self._call(experiment, batch, first))
-            if len(batch) not in warm:
-                call()
-                warm.add(len(batch))
-            results = []
-            for _ in range(experiment.run.repeats):
-                results.append(_without_compiling(call))
-                tick(1 / (len(batches) * experiment.run.repeats))
-            for row in range(len(batch)):
-                result = results[0]
-                measured.append(
-                    Measured(
-                        tokens=result.tokens[row],
-                        finish_reason=result.finish_reasons[row],
-                        rounds=result.rounds[row],
-                        batch=number,
-                        prefill_seconds=[result.stats.prefill_seconds / len(batch) for result in results],
-                        decode_seconds=[result.stats.decode_seconds / len(batch) for result in results],
-                    )
-                )
-            first += len(batch)
-        return measured
-
-    def _load_draft(self, path: str, target: str, attention: str | None, dtype: str) -> sj.Model:
-        """An SSM, or heads on the target's hidden states; the directory's config.json says which."""
-        directory, large = config.resolve(path), self.model(target, attention, dtype)
-        if sj.is_heads(directory):
-            return sj.load_heads(directory, large, attention=attention, dtype=dtype)
-        draft = self.model(path, attention, dtype)
-        padded = draft.vocab_size != large.vocab_size  # and nothing else: check_pair has compared their tokenizers
-        return sj.draft.with_vocabulary(draft, large.vocab_size) if padded else draft
-
-    def _baseline(self, experiment: Experiment) -> list[Measured]:
-        return self.measure(experiment, lambda share: None)
-
-    def _whole_call(self, experiment: Experiment) -> dict[str, Any]:
-        return self._call(experiment, self.prompts(*_prompt_key(experiment)))
-
-    def _call(self, experiment: Experiment, batch: Sequence[Prompt], first: int = 0) -> dict[str, Any]:
-        """Arguments of ``generate`` for a batch that begins at prompt ``first``."""
-        run, models, decode = experiment.run, experiment.models, experiment.decode
-        drawn = decode.draft_warp
-        target = self.model(models.target, models.attention, models.dtype)
-        tree = sweep.builder(decode)
-        if isinstance(tree, sj.Topology) and run.padded and self._bounds is not None:
-            tree = tree.pad(self._bounds)
-        directories = iter(models.drafts)  # of a cell, in the order of decode.drafts
-        drafts = [
-            sj.draft.prompt_lookup(target.vocab_size, **dataclasses.asdict(decode.lookup))
-            if name == sweep.LOOKUP
-            else self.draft(next(directories), models.target, models.attention, models.dtype)
-            for name in decode.drafts
-        ]
-        if decode.combine == "first":
-            own = lambda source: None if isinstance(source, sj.Drafter) else tree
-            drafts = [sj.draft.first_of([make_drafter([each], own(each), decode.draft_mode) for each in drafts])]
-            tree = None
-        return {
-            "target": target,
-            "prompts": [list(prompt.tokens) for prompt in batch],
-            "drafts": drafts,
-            "tree": tree,
-            "draft_mode": decode.draft_mode,
-            "draft_warp": sj.Warp(
-                (decode.temperature or 1.0) if drawn.temperature is None else drawn.temperature,
-                drawn.top_k,
-                drawn.top_p,
-            ),
-            "verifier": decode.verifier,
-            "allow_lossy": decode.allow_lossy,
-            "warp": sj.Warp(decode.temperature, decode.top_k, decode.top_p),
-            "max_new_tokens": run.max_new_tokens,
-            "seeds": [run.seed + first + row for row in range(len(batch))],
-        }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status: 0, 1 if a cell failed, 2 for a bad config."""
+    """The command; returns its exit status: 0, 1 if a cell failed, 2 for a bad config, 130 if it was stopped."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    args = command.parser("run", "Run the sweep of a config.", runs=True).parse_args(arguments)
+    parser = command.parser("run", "Run the sweep of a config.", runs=True, configs="?")
+    parser.add_argument(
+        "--resume", type=pathlib.Path, metavar="DIR", help="go on with the run in DIR, without a config"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the cells, and run nothing")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="cells at a time, each in a process; nothing is timed then"
+    )
+    args = parser.parse_args(arguments)
+    if (args.config is None) == (args.resume is None) or (args.resume and (args.out or args.set)):
+        parser.error("expected a config, or --resume DIR alone, whose run.json has the config")
+    if args.jobs < 1:
+        parser.error(f"argument --jobs: expected at least 1, got {args.jobs}")
     screen = command.screen()
     try:
-        experiment = config.load(Experiment, args.config, args.set)
-        return _run(experiment, args.out, arguments, screen)
+        if args.resume:
+            experiment, directory = config.from_dict(Experiment, store.header(args.resume)["config"]), args.resume
+        else:
+            experiment = config.load(Experiment, args.config, args.set)
+            name = f"{experiment.run.name}-{config.digest(experiment)}"
+            directory = args.out or config.REPOSITORY / "runs" / name
+        cells = sweep.cells(experiment)
+        screening.check(cells)
+        if args.dry_run:
+            _print(cells, directory, screen)
+            return 0
+        return _run(experiment, cells, directory, args.jobs, arguments, screen)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return 2
 
 
-def _run(experiment: Experiment, out: pathlib.Path | None, arguments: Sequence[str], screen: Console) -> int:
-    cells = sweep.cells(experiment)
-    screening.check(cells)
-    run_id = config.digest(experiment)
-    directory = out or config.REPOSITORY / "runs" / f"{experiment.run.name}-{run_id}"
-    workshop = Workshop(cells)
+def _print(cells: Sequence[Cell], directory: pathlib.Path, screen: Console) -> None:
+    """What would run; nothing is loaded."""
+    known = store.header(directory).get("cells", {}) if (directory / "run.json").exists() else {}
+    for number, cell in enumerate(cells, start=1):
+        status = known.get(cell.id, {}).get("status", "pending")
+        screen.print(f"{number}/{len(cells)} {cell.id} {_title(cell.config)}: {status}", markup=False, highlight=False)
+    if any(cell.config.run.screen for cell in cells):
+        screen.print("Schedules that screening finds come on top; which, is known when the models have been asked.")
+    screen.print(f"into {directory}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _run(
+    experiment: Experiment,
+    cells: Sequence[Cell],
+    directory: pathlib.Path,
+    jobs: int,
+    arguments: Sequence[str],
+    screen: Console,
+) -> int:
+    if jobs > 1 and jax.devices()[0].platform != "cpu":
+        raise ConfigError([f"--jobs {jobs}: processes cannot share {_device()}; leave it out"])
+    makes = Workshop(cells, timed=jobs == 1)
     header = {
-        "id": run_id,
+        "id": config.digest(experiment),
         "config": config.to_dict(experiment),
-        "inputs": {**workshop.check(cells), "device": _device()},
+        "inputs": {**makes.check(cells), "device": _device()},
     }
-    cells = workshop.screening.cells(cells)
-    workshop.fit(cells)
+    cells = makes.screening.cells(cells)
+    makes.fit(cells)
     about = {cell.id: {"method": _title(cell.config), "rows": cell.config.run.num_prompts} for cell in cells}
     with store.opened(directory, header, about, _session(arguments)) as records:
         pending = [cell for cell in cells if records.header["cells"][cell.id]["status"] != "done"]
-        stopped = _run_cells(pending, len(cells), workshop, records, screen)
+        if jobs > 1 and pending:
+            screen.print(f"{jobs} cells at a time: what is decoded beside other cells is not timed.")
+        stopped = _run_cells(pending, cells, jobs, makes, records, screen)
+        records.arrange()
         failed = [entry for entry in records.header["cells"].values() if entry["status"] == "failed"]
         if not pending:
             screen.print(f"All {len(cells)} cells were finished before; to measure again, choose another --out.")
@@ -236,117 +113,80 @@ def _run(experiment: Experiment, out: pathlib.Path | None, arguments: Sequence[s
     return 1 if failed else 0
 
 
-def _run_cells(pending: Sequence[Cell], total: int, workshop: Workshop, records: store.Store, screen: Console) -> bool:
-    """Measure cells one by one; returns whether the user stopped it. A cell that fails does not stop the others."""
+def _run_cells(
+    pending: Sequence[Cell], cells: Sequence[Cell], jobs: int, makes: Workshop, records: store.Store, screen: Console
+) -> bool:
+    """Measure cells; returns whether it was stopped. A cell that fails does not stop the others."""
     session = len(records.header["sessions"]) - 1
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    done = len(cells) - len(pending)
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=screen) as bar:
-        task = bar.add_task("", total=total, completed=total - len(pending))
-        for number, cell in enumerate(pending, start=total - len(pending) + 1):
-            bar.update(task, description=_title(cell.config))
-            try:
-                rows = _rows(cell, workshop, session, lambda share: bar.advance(task, share))
-            except KeyboardInterrupt:
-                return True
-            except Exception:
-                records.mark(cell.id, "failed", traceback.format_exc())
-                bar.console.print(f"{number}/{total} {_title(cell.config)}: failed", markup=False)
-            else:
-                records.append(cell.id, rows)
-                line = f"{number}/{total} {_title(cell.config)}: {metrics.one_line(rows)}"
-                bar.console.print(line, markup=False, highlight=False)
-            bar.update(task, completed=number)
+        task = bar.add_task("", total=len(cells), completed=done)
+        begin = lambda cell: bar.update(task, description=_title(cell.config))
+        tick = lambda share: bar.advance(task, share)
+        found = _beside(pending, cells, jobs, session) if jobs > 1 else _in_turn(pending, makes, session, begin, tick)
+        try:
+            for number, (cell, rows) in enumerate(found, start=done + 1):
+                if isinstance(rows, str):
+                    records.mark(cell.id, "failed", rows)
+                    line = "failed"
+                else:
+                    records.append(cell.id, rows)
+                    line = metrics.one_line(rows)
+                bar.console.print(f"{number}/{len(cells)} {_title(cell.config)}: {line}", markup=False, highlight=False)
+                bar.update(task, completed=number)
+        except KeyboardInterrupt:
+            return True
+        except BrokenProcessPool:
+            bar.console.print(f"One of {jobs} processes died, perhaps for want of memory: try fewer --jobs.")
+            return True
     return False
 
 
-def _rows(cell: Cell, workshop: Workshop, session: int, tick: Callable[[float], None]) -> list[dict[str, Any]]:
-    """Measure a cell beside its baseline, and say it in one record per prompt."""
-    experiment = cell.config
-    texts = workshop.prompts(*_prompt_key(experiment))
-    before = len(_compile_log())
-    base = workshop.baseline(sweep.baseline(experiment))
-    between = len(_compile_log())
-    measured = base if experiment.decode.incremental else workshop.measure(experiment, tick)
-    compiles = _compile_log()[before if experiment.decode.incremental else between :]
-    return [
-        {
-            "cell": cell.id,
-            "method": sweep.label(experiment.decode),
-            "prompt": number,
-            "name": text.name,
-            "session": session,
-            "batch": own.batch,
-            "seed": experiment.run.seed + number,
-            "prompt_tokens": len(text.tokens),
-            "prompt_cut": text.cut,
-            **_counts(own),
-            "tokens": own.tokens,
-            "finish_reason": own.finish_reason,
-            "prefill_seconds": own.prefill_seconds,
-            "decode_seconds": own.decode_seconds,
-            "baseline_steps": len(other.rounds),
-            "baseline_emitted": sum(item.emitted for item in other.rounds),
-            "baseline_prefill_seconds": other.prefill_seconds,
-            "baseline_decode_seconds": other.decode_seconds,
-            "same_text_promised": experiment.decode.same_text,
-            "same_text": own.tokens == other.tokens,
-            "compiles": len(compiles),
-            "compile_seconds": sum(compiles),
-            **_settings(experiment),
-        }
-        for number, (text, own, other) in enumerate(zip(texts, measured, base, strict=True))
-    ]
+type Rows = list[dict[str, Any]] | str  # or a traceback
 
 
-def _counts(measured: Measured) -> dict[str, Any]:
-    """What the rounds of one prompt add up to.
-
-    At a depth, a round tried its drafted tokens if the path reached their parent and was not cut there by a stop token
-    or the budget: then nobody knows what would have come next.
-    """
-    rounds = measured.rounds
-    depth = max((len(item.drafted_by_depth) for item in rounds), default=0)
-    accepted = [sum(item.accepted > level for item in rounds) for level in range(depth)]
-    refused = [
-        sum(item.accepted == level < item.emitted and item.drafted_by_depth[level] > 0 for item in rounds)
-        for level in range(depth)
-    ]
-    return {
-        "new_tokens": len(measured.tokens),
-        "steps": len(rounds),
-        "emitted": sum(item.emitted for item in rounds),
-        "drafted": sum(item.drafted for item in rounds),
-        "accepted": sum(item.accepted for item in rounds),
-        "emitted_per_round": [item.emitted for item in rounds],
-        "accepted_per_round": [item.accepted for item in rounds],
-        "drafted_by_depth": [sum(item.drafted_by_depth[level] for item in rounds) for level in range(depth)],
-        "tried_by_depth": [a + b for a, b in zip(accepted, refused, strict=True)],
-        "accepted_by_depth": accepted,
-        **_credit([sources for item in rounds for sources in item.proposers]),
-    }
+def _in_turn(
+    pending: Sequence[Cell],
+    makes: Workshop,
+    session: int,
+    begin: Callable[[Cell], None],
+    tick: Callable[[float], None],
+) -> Iterator[tuple[Cell, Rows]]:
+    for cell in pending:
+        begin(cell)
+        yield cell, _attempt(cell, makes, session, tick)
 
 
-def _credit(proposers: Sequence[tuple[int, ...]]) -> dict[str, list[int]]:
-    """Of the accepted tokens, how many each source proposed, and how many it alone; a source past the end none."""
-    sources = range(max((source + 1 for found in proposers for source in found), default=0))
-    return {
-        "accepted_by_source": [sum(source in found for found in proposers) for source in sources],
-        "accepted_by_source_alone": [sum(found == (source,) for found in proposers) for source in sources],
-    }
+def _beside(pending: Sequence[Cell], cells: Sequence[Cell], jobs: int, session: int) -> Iterator[tuple[Cell, Rows]]:
+    """Cells as they are finished, measured in ``jobs`` processes that share nothing."""
+    spawn = multiprocessing.get_context("spawn")  # JAX has threads by now, which a fork would lose
+    with futures.ProcessPoolExecutor(min(jobs, len(pending) or 1), spawn, _begin, (cells,)) as pool:
+        asked = {pool.submit(_measure, cell, session): cell for cell in pending}
+        try:
+            for one in futures.as_completed(asked):
+                yield asked[one], one.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
-def _settings(experiment: Experiment) -> dict[str, Any]:
-    """The cell's config under dotted names."""
-    tables = config.to_dict(experiment)
-    return _flat({part: tables[part] for part in ("run", "models", "decode")}, "")
+_own: list[Workshop] = []  # of a process that measures some of the cells
 
 
-def _flat(tables: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    found = {}
-    for name, value in tables.items():
-        inner = _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-        found |= inner
-    return found
+def _begin(cells: Sequence[Cell]) -> None:
+    _own.append(Workshop(cells, timed=False))
+
+
+def _measure(cell: Cell, session: int) -> Rows:
+    return _attempt(cell, _own[0], session, lambda share: None)
+
+
+def _attempt(cell: Cell, makes: Workshop, session: int, tick: Callable[[float], None]) -> Rows:
+    try:
+        return workshop.rows(cell, makes, session, tick)
+    except Exception:
+        return traceback.format_exc()
 
 
 def _title(experiment: Experiment) -> str:
@@ -355,64 +195,6 @@ def _title(experiment: Experiment) -> str:
     if decode.incremental:
         return f"{sweep.label(decode)}, {warp}"
     return f"{sweep.label(decode)} {metrics.short_names(decode.drafts)}, {decode.verifier}, {warp}"
-
-
-def _load_model(path: str, attention: str | None, dtype: str) -> sj.Model:
-    return sj.load_model(_directory(path), attention=attention, dtype=dtype)
-
-
-def _load_prompts(target: str, source: str, num_prompts: int, max_tokens: int) -> list[Prompt]:
-    tokenizer = sj.load_tokenizer(_directory(target))
-    return prompts.load(source, num_prompts=num_prompts, max_tokens=max_tokens, tokenizer=tokenizer)
-
-
-def _prompt_key(experiment: Experiment) -> tuple[str, str, int, int]:
-    run = experiment.run
-    return experiment.models.target, run.prompts, run.num_prompts, run.max_prompt_tokens
-
-
-def _directory(path: str) -> pathlib.Path:
-    """A model's directory, relative to the repository; where there is none, a copy of the hub's model of this id."""
-    local = config.resolve(path)
-    return local if local.exists() else config.resolve(str(sj.models.find_model(path)))
-
-
-def _fingerprint(path: str) -> str:
-    """Ten hex digits that change when a model does: from its files' names and contents."""
-    directory = _directory(path)
-    if not (directory / "config.json").is_file():
-        raise ConfigError(
-            [f"models: no config.json in {directory}; expected a model directory in the Hugging Face layout"]
-        )
-    digest = hashlib.sha256()
-    for file in sorted(directory.iterdir()):
-        if file.is_file():
-            with open(file, "rb") as content:
-                digest.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()} ".encode())
-    return digest.hexdigest()[:10]
-
-
-def _without_compiling(call: Callable[[], Any]) -> Any:
-    """The first result of ``call`` that took no compilation: another length of prompts may have needed one."""
-    for _ in range(3):
-        before = len(_compile_log())
-        result = call()
-        if len(_compile_log()) == before:
-            return result
-    raise RuntimeError("the same call compiles every time, so its time would be mostly compilation")
-
-
-@functools.cache
-def _compile_log() -> list[float]:
-    """Seconds of every compilation of this process since the first call of this."""
-    log: list[float] = []
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            log.append(duration_secs)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return log
 
 
 def _device() -> str:

@@ -39,6 +39,14 @@ class Store:
         entry["error"] = error
         self.save()
 
+    def arrange(self) -> None:
+        """Put rows into the order of the run's cells, whichever finished first."""
+        places = {cell: place for place, cell in enumerate(self.header["cells"])}
+        rows = sorted(self.rows, key=lambda row: places[row["cell"]])
+        if any(own is not other for own, other in zip(rows, self.rows)):
+            self.rows = rows
+            _write(self.directory / "records.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
     def save(self) -> None:
         """Write run.json."""
         _write(self.directory / "run.json", json.dumps(self.header, indent=2) + "\n")
@@ -86,6 +94,30 @@ def opened(
         yield store
 
 
+def header(directory: pathlib.Path) -> dict[str, Any]:
+    """What a run's run.json holds.
+
+    Raises:
+      ConfigError: if the directory holds no run.
+    """
+    found = _read_header(directory)
+    if found is None:
+        raise ConfigError([f"{directory}: holds no run; expected a directory with a run.json"])
+    return found
+
+
+def load(directory: pathlib.Path) -> Store:
+    """A run as it stands, to be read.
+
+    Raises:
+      ConfigError: if the directory holds no run.
+    """
+    found = header(directory)
+    if not isinstance(found.get("cells"), dict):
+        raise ConfigError([f"{directory}/run.json: has no cells; run its config again"])
+    return Store(directory, found, _whole(directory / "records.jsonl", found["cells"])[0])
+
+
 def reason(entry: Mapping[str, Any]) -> str:
     """What a failed cell raised: the last line of its traceback that is not JAX's note about hidden frames."""
     lines = [line for line in entry["error"].strip().splitlines() if line and not line.startswith("-----")]
@@ -129,20 +161,23 @@ def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]
 
 def _read_rows(path: pathlib.Path, cells: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows of whole cells; the file is rewritten where it holds anything else."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    kept, text = _whole(path, cells)
+    written = "".join(json.dumps(row) + "\n" for row in kept)
+    if text != written:
+        _write(path, written)
+    return kept
+
+
+def _whole(path: pathlib.Path, cells: Mapping[str, Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The rows of whole cells, and the file's text."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     by_cell: dict[str, dict[int, dict[str, Any]]] = {}
-    for line in lines:
+    for line in text.split("\n"):
         with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):  # the torn last line of a killed process
             row = json.loads(line)
             by_cell.setdefault(row["cell"], {})[row["prompt"]] = row
     whole = {cell: rows for cell, rows in by_cell.items() if cell in cells and len(rows) == cells[cell]["rows"]}
-    kept = [row for rows in whole.values() for row in rows.values()]
-    text = "".join(json.dumps(row) + "\n" for row in kept)
-    if text != "\n".join(lines):
-        _write(path, text)
-    return kept
+    return [row for rows in whole.values() for row in rows.values()], text
 
 
 def _write(path: pathlib.Path, text: str) -> None:

@@ -22,7 +22,7 @@ class Run:
     """The prompts, and how they are measured."""
 
     name: str = setting()  # of the run's directory
-    prompts: str = "humaneval"  # or the path of a JSONL file whose rows have a "prompt"
+    prompts: str = "humaneval"  # or another set that ``experiments.prompts`` knows, or the path of a file
     num_prompts: int = setting(10, low=1)  # the first so many
     max_prompt_tokens: int = setting(256, low=1)  # of longer prompts, the last so many tokens
     max_new_tokens: int = setting(64, low=1)

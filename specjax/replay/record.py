@@ -67,6 +67,11 @@ def record(
     for index, draft in enumerate(drafts):
         if not isinstance(draft, Model):
             raise ValueError(f"drafts[{index}] is a {type(draft).__name__}; only the trees of models can be replayed")
+        if draft.reads_hidden is not None:
+            raise ValueError(
+                f"drafts[{index}] reads the target's hidden states, which depend on where a round begins; only the "
+                "trees of models that read tokens alone can be replayed"
+            )
     if batch_size < 1:
         raise ValueError(f"batch_size is an integer >= 1; got {batch_size!r}")
     checked = prepare(target, prompts, drafts=drafts, tree=(1,), draft_mode=draft_mode, seeds=seeds, **options)

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments import metrics, plots, report, run
+from experiments import metrics, plots, report, workshop
 
 SETTINGS = {
     "method": "<2,1>",
@@ -87,7 +87,7 @@ def test_counts_of_rounds():
 
     # Refused at once; refused at depth 2; all accepted; cut by the budget behind an accepted token of depth 1.
     rounds = [round_(0, 1), round_(1, 2, (0, 2)), round_(2, 3, (0,), (2,)), round_(1, 1, (0,))]
-    counts = run._counts(run.Measured(list(range(8)), "length", rounds, 0, [], []))
+    counts = workshop._counts(workshop.Measured(list(range(8)), "length", rounds, 0, [], []))
     assert (counts["steps"], counts["emitted"], counts["drafted"], counts["accepted"]) == (4, 7, 16, 4)
     assert counts["accepted_by_depth"] == [3, 1]
     assert counts["tried_by_depth"] == [4, 2]  # nobody knows what the cut round would have accepted at depth 2

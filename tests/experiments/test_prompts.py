@@ -1,11 +1,13 @@
 """Prompt sets, read offline."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
 
-from experiments import prompts
+from experiments import config, prompts
 from experiments.config import ConfigError
 
 
@@ -64,3 +66,73 @@ def test_a_bad_file_is_named_with_its_line(load, tmp_path, content, count, words
 def test_fingerprints_change_with_the_tokens(load):
     assert prompts.fingerprint(load("humaneval", 2)) != prompts.fingerprint(load("humaneval", 2, 10))
     assert prompts.fingerprint(load("humaneval", 2)) == prompts.fingerprint(load("humaneval", 2))
+
+
+def test_a_text_file_has_a_prompt_a_line(load, tmp_path):
+    path = tmp_path / "some.txt"
+    path.write_text("first\n\n second one\n", encoding="utf-8")
+    assert [(prompt.name, prompt.text) for prompt in load(path, 2)] == [("some/1", "first"), ("some/3", " second one")]
+
+
+PARAGRAPH = " ".join(f"w{number}" for number in range(64))
+ROWS = {
+    "alpaca": [{"instruction": "Add.", "input": "1, 2", "output": "3"}, {"instruction": "Sing.", "input": ""}],
+    "gsm8k": [{"question": "1 + 1?", "answer": "2"}],
+    "wikitext": [{"text": " = Heading = \n"}, {"text": ""}, {"text": PARAGRAPH}],
+    "mt_bench": [{"prompt": ["First turn.", "Second turn."]}],
+}
+TEXTS = {
+    "alpaca": [
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1, 2\n\n"
+        "### Response:\n",
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nSing.\n\n### Response:\n",
+    ],
+    "gsm8k": ["Question: 1 + 1?\nAnswer:"],
+    "wikitext": [" ".join(PARAGRAPH.split()[:32])],
+    "mt_bench": ["First turn."],
+}
+
+
+@pytest.mark.parametrize("name", prompts.NAMED)
+def test_public_sets_have_their_templates(load, monkeypatch, tmp_path, name):
+    """Through the library, and from a file that was placed where the message says."""
+    asked = []
+
+    def load_dataset(path, subset, *, split):
+        asked.append((path, subset, split))
+        return ROWS[name]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(config, "REPOSITORY", tmp_path)
+    assert [prompt.text for prompt in load(name, len(TEXTS[name]))] == TEXTS[name]
+    given = prompts.NAMED[name]
+    assert asked == [(given.path, given.subset, given.split)]
+    (tmp_path / "data").mkdir()
+    (tmp_path / f"data/{name}.jsonl").write_text("\n".join(map(json.dumps, ROWS[name])))
+    assert [prompt.text for prompt in load(name, len(TEXTS[name]))] == TEXTS[name] and len(asked) == 1
+    with pytest.raises(ConfigError, match="99 asked for"):
+        load(name, 99)
+    (tmp_path / f"data/{name}.jsonl").write_text('{"something": "else"}')
+    with pytest.raises(ConfigError, match=f"row 0 of {name} has no '{given.fields[0]}'"):
+        load(name)
+
+
+def test_a_set_that_is_not_here_names_the_file(load, monkeypatch, tmp_path):
+    monkeypatch.setattr(config, "REPOSITORY", tmp_path)
+    file = str(tmp_path / "data/gsm8k.jsonl")
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as where the extra is not installed
+    with pytest.raises(ConfigError) as error:
+        load("gsm8k")
+    for word in ("pip install 'specjax[datasets]'", file, "openai/gsm8k, main, split test", "'question'"):
+        assert word in str(error.value)
+
+    def offline(*_, **__):
+        raise ConnectionError("no route\nmore")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=offline))
+    with pytest.raises(ConfigError) as error:
+        load("gsm8k")
+    for word in ("cannot be downloaded (ConnectionError: no route)", file):
+        assert word in str(error.value)

@@ -15,13 +15,25 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from huggingface_hub import constants as hub_constants
 
 import specjax as sj
-from experiments import config, run
+from experiments import config, report, run, workshop
 from experiments import sweep as sweep_settings
 
+# In place of what the directories hold, which is still what is named and hashed: these compile in no time. Drafts
+# differ in data alone, so they share executables as models of one architecture do.
+TARGET = sj.testing.context_model(0, 256)
+
+
+def like_target(seed: int) -> sj.Model:
+    marks, logits = TARGET.params
+    return TARGET._replace(params=(marks, logits + np.random.default_rng(seed).normal(size=logits.shape)))
+
+
+MODELS = {"target": TARGET, "near": TARGET, "far": like_target(1), "other": like_target(2)}
 PROMPTS = ("def first(n):", "class Second", "import os\n\nthird = ")
 SWEEP = """
 [[sweep]]
@@ -100,13 +112,30 @@ class Runs:
         return [entry["status"] for entry in self.header["cells"].values()]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def light():
+    """Models of ``MODELS`` instead of those in the directories."""
+    load = workshop._load_model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            workshop, "_load_model", lambda path, *rest: MODELS.get(pathlib.Path(path).name) or load(path, *rest)
+        )
+        yield load
+
+
+@pytest.fixture
+def loaded(light, monkeypatch):
+    """The models in the directories, for tests of loading them."""
+    monkeypatch.setattr(workshop, "_load_model", light)
+
+
 @pytest.fixture
 def runs(tmp_path, zoo) -> Runs:
     return Runs(tmp_path, zoo)
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory, zoo) -> Runs:
+def sweep(tmp_path_factory, zoo, light) -> Runs:
     """A finished sweep of every kind of cell."""
     runs = Runs(tmp_path_factory.mktemp("sweep"), zoo)
     runs.write(SWEEP + MORE, batch_size=3, repeats=2, seed=7)
@@ -122,7 +151,6 @@ def test_every_cell_and_prompt_has_one_row(sweep):
 
 def test_what_is_recorded_is_what_the_library_does(sweep, zoo):
     """Each cell against one call on the prompts in another order, which shares nothing with the runner."""
-    models = {name: sj.load_model(zoo / name) for name in ("target", "near", "far", "other")}
     tokenizer = sj.load_tokenizer(zoo / "target")
     cells = {}
     for row in sweep.records:
@@ -136,12 +164,12 @@ def test_what_is_recorded_is_what_the_library_does(sweep, zoo):
             tree = sj.draft.expand_and_rerank(width=6, depth=2, nodes=4)
         elif tree:
             tree = tuple(tree) if isinstance(tree[0], int) else sj.Topology.from_paths(tree)
-        sources = {**models, "prompt_lookup": sj.draft.prompt_lookup(256, length=7, min_match=1)}
+        sources = {**MODELS, "prompt_lookup": sj.draft.prompt_lookup(256, length=7, min_match=1)}
         drafts = [sources[name] for name in first["decode.drafts"]]
         if first["decode.combine"] == "first":
             drafts, tree = [sj.draft.first_of([drafts[0], tree(drafts[1], "deterministic")])], None
         result = sj.generate(
-            models["target"],
+            TARGET,
             [tokenizer.encode(PROMPTS[row["prompt"]]).ids for row in rows],
             drafts=drafts,
             tree=tree or None,
@@ -245,9 +273,13 @@ def test_padded_trees_share_one_executable_and_emit_the_same(sweep, runs):
 
 KILLER = """
 import os, signal, sys
-from experiments import run
+import specjax as sj
+from experiments import run, workshop
 
-real = run.sj.generate
+real = sj.generate
+models = {"target": sj.testing.context_model(0, 256)}
+models["far"] = sj.testing.context_model(1, 256)
+workshop._load_model = lambda path, *_: models[path.rpartition("/")[2]]
 
 def generate(**arguments):
     tree = arguments["tree"]
@@ -255,7 +287,7 @@ def generate(**arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(**arguments)
 
-run.sj.generate = generate
+sj.generate = generate
 run.main(sys.argv[1:])
 """
 
@@ -414,12 +446,7 @@ def test_the_first_call_is_outside_the_timing(runs, monkeypatch):
 
 def test_a_hostile_draft_is_reported_as_slower(runs, monkeypatch, tmp_path):
     """Case B38: nothing accepted, and a speed below 1.00x, with drafted, accepted, steps and time side by side."""
-    target = sj.load_model(runs.zoo / "target")
-    monkeypatch.setattr(
-        run,
-        "_load_model",
-        lambda path, attention, dtype: sj.testing.hostile(target) if path.endswith("far") else target,
-    )
+    monkeypatch.setitem(MODELS, "far", sj.testing.hostile(TARGET))
     runs.write("product.decode.tree = [[2, 2, 1, 1]]", ["far"], 'drafts = ["far"]', max_new_tokens=40, repeats=3)
     assert runs() == 0
     (summary,) = runs.summary
@@ -442,10 +469,10 @@ def test_a_call_that_compiled_is_not_counted():
         return work(jnp.zeros(3 if len(calls) < 3 else 4)).block_until_ready()
 
     call()
-    assert run._without_compiling(call).shape == (3,) and len(calls) == 2
-    assert run._without_compiling(call).shape == (4,) and len(calls) == 4
+    assert workshop._without_compiling(call).shape == (3,) and len(calls) == 2
+    assert workshop._without_compiling(call).shape == (4,) and len(calls) == 4
     with pytest.raises(RuntimeError, match="compiles every time"):
-        run._without_compiling(lambda: jax.jit(lambda x: x * 2)(jnp.zeros(len(calls))))
+        workshop._without_compiling(lambda: jax.jit(lambda x: x * 2)(jnp.zeros(len(calls))))
 
 
 @pytest.mark.parametrize(
@@ -466,7 +493,7 @@ def test_a_call_that_compiled_is_not_counted():
         (["--set", "models.target='org/name'"], ["org/name: no such directory", "run `hf download org/name`"]),
     ],
 )
-def test_bad_input_is_refused_before_anything_runs(runs, capsys, monkeypatch, arguments, words):
+def test_bad_input_is_refused_before_anything_runs(loaded, runs, capsys, monkeypatch, arguments, words):
     monkeypatch.setattr(sj, "generate", lambda **_: pytest.fail("something ran"))
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
     runs.write("product.decode.tree = [[2, 1]]", ["far"], 'drafts = ["far"]')
@@ -477,7 +504,7 @@ def test_bad_input_is_refused_before_anything_runs(runs, capsys, monkeypatch, ar
         assert word in message
 
 
-def test_a_draft_of_another_tokenizer_is_refused(runs, capsys, tmp_path):
+def test_a_draft_of_another_tokenizer_is_refused(loaded, runs, capsys, tmp_path):
     """With both sides named: equal sizes alone say nothing."""
     shutil.copytree(runs.zoo / "far", tmp_path / "far")
     other = json.loads((tmp_path / "far/tokenizer.json").read_text())
@@ -491,7 +518,7 @@ def test_a_draft_of_another_tokenizer_is_refused(runs, capsys, tmp_path):
         assert word in message
 
 
-def test_missing_weights_are_an_error_for_people(runs, capsys, tmp_path):
+def test_missing_weights_are_an_error_for_people(loaded, runs, capsys, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/config.json").write_bytes((runs.zoo / "target/config.json").read_bytes())
     (tmp_path / "empty/tokenizer.json").write_bytes((runs.zoo / "target/tokenizer.json").read_bytes())
@@ -506,14 +533,14 @@ def test_what_drafts_draw_from_and_lossy_verifiers_are_settings():
     block = sweep_settings.Block(product={"decode.draft_warp.temperature": [0.0, 0.8], "decode.draft_warp.top_k": [5]})
     base = sweep_settings.Experiment(sweep_settings.Run("test"), models, decode)
     cells = [*sweep_settings.cells(base), *sweep_settings.cells(dataclasses.replace(base, sweep=(block,)))]
-    workshop = run.Workshop(cells)
-    workshop.model = workshop.draft = lambda *arguments: arguments
-    calls = [workshop._call(cell.config, []) for cell in cells]
+    makes = workshop.Workshop(cells)
+    makes.model = makes.draft = lambda *arguments: arguments
+    calls = [makes.call(cell.config, []) for cell in cells]
     assert [call["draft_warp"] for call in calls] == [sj.Warp(0.5), sj.Warp(0.0, 5), sj.Warp(0.8, 5)]
     assert all(call["allow_lossy"] for call in calls)
 
 
-def test_heads_are_drafts_as_models_are(runs, zoo, tmp_path, capsys):
+def test_heads_are_drafts_as_models_are(loaded, runs, zoo, tmp_path, capsys):
     """A directory of heads, told by its config.json; the text is incremental decoding's, and a deep tree is refused."""
     target = sj.load_model(zoo / "target")
     shape = sj.models.MedusaConfig(target.hidden_size, target.vocab_size, num_heads=2, tied_projection=True)
@@ -524,3 +551,86 @@ def test_heads_are_drafts_as_models_are(runs, zoo, tmp_path, capsys):
     runs.write("product.decode.tree = [[1, 1, 1]]", [str(tmp_path / "medusa")], 'drafts = ["medusa"]')
     assert runs() == 2
     assert "3 levels deep, and the draft model drafts 2 tokens ahead" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_cells_and_runs_nothing(runs, capsys, monkeypatch):
+    monkeypatch.setattr(sj, "load_model", lambda *_, **__: pytest.fail("something was loaded"))
+    runs.write(SEEDS, ["far"], 'drafts = ["far"]', num_prompts=1)
+    assert runs("--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 7 and str(runs.out) in lines[-1] and not runs.out.exists()
+    assert lines[0].startswith("1/6 ") and lines[0].endswith("<1,1> far, naive_sampling, greedy: pending")
+    assert runs("--set", "sweep.product.run.seed=[0]") == 0
+    capsys.readouterr()
+    assert runs("--set", "sweep.product.run.seed=[0]", "--dry-run") == 0
+    assert [line.rpartition(" ")[2] for line in capsys.readouterr().out.splitlines()[:2]] == ["done", "done"]
+    assert runs("--set", "sweep.product.decode.tree=[[0]]", "--dry-run") == 2
+
+
+def test_a_run_goes_on_from_its_directory_alone(runs, monkeypatch, capsys):
+    runs.write(SEEDS, ["far"], 'drafts = ["far"]', num_prompts=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(run.workshop, "rows", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert runs("--set", "run.max_new_tokens=5") == 130
+    runs.config.unlink()
+    assert run.main(["--resume", str(runs.out)]) == 0
+    assert len(runs.records) == 6 and {row["new_tokens"] for row in runs.records} == {5}
+    assert run.main(["--resume", str(runs.out / "nowhere")]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    for wrong in ([], ["a.toml", "--resume", "b"], ["--resume", "b", "--set", "run.seed=1"], ["a.toml", "--jobs", "0"]):
+        with pytest.raises(SystemExit):
+            run.main(wrong)
+
+
+def test_cells_side_by_side_give_the_same_rows_without_times(loaded, runs, tmp_path, byte_tokenizer, capsys):
+    """Records in the config's order, the same but for what is timed, and labelled."""
+    shape = sj.models.DecoderConfig(256, 8, 8, 1, 1, 1, 8, 128, tied_head=True)
+    params = sj.models.init_model(shape, jax.random.key(0)).params
+    sj.models.save_model(tmp_path / "zoo/target", shape, params, tokenizer=byte_tokenizer, dtype="float32")
+    runs.zoo = tmp_path / "zoo"
+    runs.write("product.run.seed = [0, 1]", [], "temperature = 1.0", num_prompts=1)
+    assert runs("--jobs", "2") == 0
+    said = capsys.readouterr().out
+    assert "2 cells at a time: what is decoded beside other cells is not timed." in said and "untimed" in said
+    beside, header = runs.records, runs.header
+    assert [row["cell"] for row in beside] == list(header["cells"])
+    assert all(
+        value != value
+        for row in beside
+        for name in row
+        if name.endswith("_seconds") and name != "compile_seconds"
+        for value in row[name]
+    )
+    runs.out = tmp_path / "again"
+    assert runs() == 0
+    unlike = {name for name in beside[0] if name.endswith("_seconds")} | {"compiles"}
+    same = lambda rows: [{name: value for name, value in row.items() if name not in unlike} for row in rows]
+    assert same(runs.records) == same(beside) and beside[0]["tokens"] != beside[1]["tokens"]
+
+
+def test_a_process_that_dies_stops_the_run(runs, monkeypatch, capsys):
+    runs.write(SEEDS, ["far"], 'drafts = ["far"]', num_prompts=1)
+
+    def dies(*_):
+        raise run.BrokenProcessPool
+        yield
+
+    monkeypatch.setattr(run, "_beside", dies)
+    assert runs("--jobs", "3") == 130 and "One of 3 processes died" in capsys.readouterr().out
+
+
+def test_runs_are_compared(sweep, runs, capsys):
+    """Another budget and a cell that the other has not: what differs is said, and texts are compared."""
+    runs.write("product.decode.tree = [[2, 1]]", ["far"], 'drafts = ["far"]', batch_size=3, seed=7, max_new_tokens=8)
+    assert runs() == 0
+    out = runs.out / "compared.md"
+    assert report.main([str(sweep.out), str(runs.out), "--out", str(out)]) == 0
+    text = out.read_text()
+    assert text.strip() in capsys.readouterr().out
+    assert "- run.max_new_tokens: A 12, B 8" in text and "A 2, B 1" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("| `<2,1>` | far | greedy | naive_sampling |")]
+    assert line.count("x") >= 3 and line.endswith("3 of 3 differ |")
+    assert text.count("\n| `") == 13 and text.count("| - |") >= 12
+    assert report.main([str(sweep.out), str(runs.out / "none")]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert report.main([str(sweep.out)]) == 0 and "<1,1,1>" in capsys.readouterr().out

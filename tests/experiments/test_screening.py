@@ -5,8 +5,17 @@ import math
 
 import pytest
 
-from experiments import run
+import specjax as sj
+from experiments import run, workshop
 from experiments.search import schedules
+
+
+@pytest.fixture(autouse=True)
+def light(monkeypatch):
+    """Models that compile in no time, in place of those in the directories."""
+    target = sj.testing.context_model(0, 256)
+    models = {"target": target, "near": target, "far": sj.testing.context_model(1, 256)}
+    monkeypatch.setattr(workshop, "_load_model", lambda path, *_: models[path.rpartition("/")[2]])
 
 
 @pytest.fixture

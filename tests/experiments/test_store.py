@@ -126,3 +126,25 @@ def test_two_processes_cannot_work_on_one_run(opened, tmp_path):
         process.join()
     with opened():
         pass
+
+
+def test_rows_are_put_in_the_order_of_the_cells(opened, tmp_path):
+    with opened() as first:
+        first.append("two", rows("two"))
+        first.append("one", rows("one"))
+        first.arrange()
+        assert first.rows == rows("one") + rows("two") == read(tmp_path)
+    run = store.load(tmp_path / "run")
+    assert run.rows == rows("one") + rows("two") and store.header(tmp_path / "run") == run.header
+
+
+def test_reading_a_run_leaves_its_files_alone(opened, tmp_path):
+    with opened() as first:
+        first.append("one", rows("one"))
+    with open(tmp_path / "run/records.jsonl", "a") as file:
+        file.write('{"cell": "two", "pro')
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    assert store.load(tmp_path / "run").rows == rows("one")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    with pytest.raises(ConfigError, match="holds no run"):
+        store.load(tmp_path)

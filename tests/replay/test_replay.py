@@ -162,6 +162,7 @@ def test_longer_texts_come_in_windows():
         (dict(drafts=[]), "needs drafts"),
         (dict(drafts=context(0)), "needs drafts"),
         (dict(drafts=[sj.draft.ssm(context(0), topology((1,)), "iid")]), "only the trees of models"),
+        (dict(drafts=[context(0)._replace(reads_hidden=1)]), "models that read tokens alone"),
         (dict(draft_mode="iid"), "cannot be replayed exactly"),
         (dict(drafts=[table_model(np.zeros(5))]), "share one vocabulary"),
         (dict(batch_size=0), "batch_size"),
