@@ -20,7 +20,7 @@ from experiments import command, coverage
 from experiments import config as configs
 from experiments import corpus as corpora
 from experiments.answers import Answers
-from experiments.fit import check_unchanged, fit, optimizer_of, read_log
+from experiments.fit import check_unchanged, fit, optimizer_of, read_log, weights_digest
 from experiments.train import held_out_batches
 from specjax.models import load_model, save_model
 from specjax.models.families import from_hugging_face
@@ -124,7 +124,7 @@ def collect(boost: Boost, target: Model, corpus: corpora.Corpus, console: rich.c
     """
     folder = configs.resolve(boost.work) / "answers"
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"target": _digest(boost.target), "corpus": corpus.digest, "product_dtype": boost.product_dtype}
+    settings = {"target": weights_digest(boost.target), "corpus": corpus.digest, "product_dtype": boost.product_dtype}
     windows = {"held_out_windows": boost.held_out_windows, "held_out_tokens": boost.held_out_tokens}
     check_unchanged(folder, {**dataclasses.asdict(boost.prompts), **settings, **windows, "seed": boost.seed})
     wanted = boost.prompts
@@ -205,7 +205,7 @@ def tune(
     folder.mkdir(parents=True, exist_ok=True)
     weights = place_weights(boost, known)
     taught = hashlib.sha256(weights.tobytes() + material.lessons.tokens.tobytes()).hexdigest()
-    settings = {**dataclasses.asdict(ssm), "base": _digest(ssm.base), "product_dtype": boost.product_dtype}
+    settings = {**dataclasses.asdict(ssm), "base": weights_digest(ssm.base), "product_dtype": boost.product_dtype}
     check_unchanged(folder, {**settings, "seed": boost.seed, "lessons": taught})
     if not weights.any():
         raise ValueError(f"ssms.{name}: the SSMs before it match every answer, so nothing is left to train it on")
@@ -306,7 +306,7 @@ def run(boost: Boost, console: rich.console.Console) -> dict[str, Any]:
         configs.resolve(boost.work) / "corpus",
         vocab_size=target.vocab_size,
         slices=1,
-        root=None if boost.source is None else configs.resolve(boost.source),
+        root=boost.source,
         tokenizer=tokenizer,
     )
     material = collect(boost, target, corpus, console)
@@ -325,12 +325,6 @@ def _calibration_batches(lessons: Answers) -> list[np.ndarray]:
     texts = lessons.tokens[:64].astype(np.int32)
     size = min(8, len(texts))
     return [texts[start : start + size] for start in range(0, len(texts) - size + 1, size)]
-
-
-def _digest(directory: str) -> str:
-    """Of a model's weights."""
-    files = sorted(configs.resolve(directory).glob("*.safetensors"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from experiments import config as configs
+
 END_OF_TEXT = "<|endoftext|>"
 _HELD_OUT_PERCENT = 3
 # Installed packages are not the standard library; the other two are generated tables and prose, not code.
@@ -43,12 +45,12 @@ def slice_of(name: str, slices: int) -> int:
     return _digest(f"slice: {name}") % slices
 
 
-def sources(root: Path | None = None) -> dict[str, str]:
+def sources(root: Path | str | None = None) -> dict[str, str]:
     """Python files below ``root`` (the interpreter's standard library) by relative path, in a shuffled fixed order.
 
     Files that are not UTF-8, which are test inputs, are left out.
     """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    root = Path(sysconfig.get_path("stdlib")) if root is None else configs.resolve(str(root))
     found = {}
     for path in root.rglob("*.py"):
         name = path.relative_to(root).as_posix()
@@ -89,7 +91,7 @@ def _encode(tokenizer: Tokenizer, texts: list[str], eos_id: int) -> np.ndarray:
 
 
 def load(
-    folder: Path, *, vocab_size: int, slices: int, root: Path | None = None, tokenizer: Path | None = None
+    folder: Path, *, vocab_size: int, slices: int, root: Path | str | None = None, tokenizer: Path | None = None
 ) -> Corpus:
     """Read the token arrays from ``folder``, making them first if they are missing or made from other files.
 
@@ -97,7 +99,7 @@ def load(
       folder: where they are kept.
       vocab_size: of the tokenizer.
       slices: the training files are dealt into so many.
-      root: folder of Python files; None is the interpreter's standard library.
+      root: folder of Python files, as a config names it; None is the interpreter's standard library.
       tokenizer: the tokenizer.json of models that are to read the text; None trains one on it.
 
     Raises:

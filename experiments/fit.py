@@ -1,5 +1,6 @@
 """The training loop: a function of the step, so that a killed run goes on where it was."""
 
+import hashlib
 import json
 import pathlib
 import time
@@ -13,6 +14,7 @@ import optax
 import rich.console
 import rich.progress
 
+from experiments import config as configs
 from specjax.train import TrainState, make_optimizer, restore_latest, save_checkpoint
 from specjax.types import PyTree
 
@@ -41,6 +43,12 @@ def optimizer_of(schedule: Schedule) -> optax.GradientTransformation:
         weight_decay=schedule.weight_decay,
         clip_norm=schedule.clip_norm,
     )
+
+
+def weights_digest(directory: str) -> str:
+    """Of the weights of the model in a directory that a config names."""
+    files = sorted(configs.resolve(directory).glob("*.safetensors"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def check_unchanged(folder: pathlib.Path, settings: dict[str, Any]) -> None:

@@ -31,6 +31,12 @@ def _timed(row: metrics.Row, name: str, form: str) -> str:
     return metrics.untimed(row) if np.isnan(row[name]) else form.format(row[name])
 
 
+def _between(row: metrics.Row, kind: str) -> str:
+    if not row["ssms"]:  # each of its steps emits one token
+        return ""
+    return f"{row[f'tokens_per_step{kind}_low']:.2f} to {row[f'tokens_per_step{kind}_high']:.2f}"
+
+
 class Column(NamedTuple):
     """A column of the result table."""
 
@@ -52,17 +58,21 @@ COLUMNS = (
     Column("accepted", lambda row: f"{row['accepted']}", roomy=True),
     Column("steps", lambda row: f"{row['steps']}"),
     Column("tokens/step", lambda row: f"{row['tokens_per_step']:.2f}"),
+    Column("of prompts", lambda row: _between(row, ""), roomy=True),
+    Column("resampled", lambda row: _between(row, "_resampled"), roomy=True),
     Column("decode s", lambda row: _timed(row, "decode_seconds", "{:.2f}")),
     Column("tokens/s", lambda row: _timed(row, "tokens_per_second", "{:.0f}")),
     Column("speed-up", lambda row: _timed(row, "speedup", "{:.2f}x")),
     Column("text", lambda row: _same_text(row), left=True),
 )
 
-ROOMY = 104  # characters a line that the whole table needs
+ROOMY = 132  # characters a line that the whole table needs
 
 DEFINITIONS = """\
 - **tokens/step**: tokens emitted in rounds (bonus or correction included; nothing past a stop token or the budget) over
   verify steps. The token that prefill emits is not counted. Incremental decoding has 1 by definition.
+- **of prompts**: half of the prompts have tokens/step between these. **resampled**: if as many prompts were drawn anew
+  from these, 95 % of the time tokens/step would lie between these.
 - **drafted, accepted, steps**: totals over all prompts. Every drafted node is counted, and every accepted one that was
   emitted.
 - **decode s, tokens/s**: wall-clock time of drafting, verifying and committing, with results waited for; compilation,
@@ -70,7 +80,8 @@ DEFINITIONS = """\
 - **speed-up**: tokens/s over those of incremental decoding, which ran through the same loop in the same process, on the
   same prompts, with the same seeds, budgets and stop tokens. Below 1.00x is slower.
 - **text**: whether the tokens are those of incremental decoding with the same seeds. Greedy decoding and naive sampling
-  promise that; other verifiers promise the same distribution, so their texts differ ("own sample").
+  promise that; other verifiers promise the same distribution, so their texts differ ("own sample"). A lossy one, which
+  its panel's title says, promises neither ("not the target's").
 - **replayed** cells were not decoded, so they have no times; **untimed** ones were decoded beside others (`--jobs`),
   where a time would say little about the method.
 - Ratios are totals over totals, never means of ratios.
@@ -121,7 +132,7 @@ def _same_text(row: Mapping[str, Any]) -> str:
     if not row["ssms"]:
         return "baseline"
     if not row["same_text_promised"]:
-        return "own sample"
+        return "not the target's" if row["verifying"].endswith("(lossy)") else "own sample"
     return f"{row['differing_prompts']} of {row['prompts']} DIFFER" if row["differing_prompts"] else "identical"
 
 

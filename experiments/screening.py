@@ -87,8 +87,9 @@ def check(cells: Sequence[Cell]) -> None:
         run, decode = cell.config.run, cell.config.decode
         if decode.incremental or not (run.screen or run.measure == "replay"):
             continue
-        if decode.builder != "static" or decode.combine != "union" or sweep.LOOKUP in decode.drafts:
-            problems.append(f"{cell.where}decode: only static trees of SSMs, alone or merged, can be replayed")
+        whole = decode.builder == "static" and decode.combine == "union" and not decode.capacity
+        if not whole or sweep.LOOKUP in decode.drafts:
+            problems.append(f"{cell.where}decode: only static trees of SSMs, alone or merged whole, can be replayed")
         if decode.draft_mode not in MODES:
             problems.append(f"{cell.where}decode.draft_mode: only {' and '.join(MODES)} can be replayed")
         if decode.verifier not in sj.verify.RULES or not decode.same_text:

@@ -11,6 +11,7 @@ from experiments.config import ConfigError, setting
 from specjax import draft
 from specjax.tree import Topology
 from specjax.types import Drafter, Model
+from specjax.verify import VERIFIERS
 
 type Tree = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
@@ -94,6 +95,7 @@ class Decode:
 
     drafts: tuple[str, ...] = ()  # the last part of directories in models.drafts, or "prompt_lookup"
     combine: Literal["union", "first"] = "union"  # of several drafts: their trees merged, or the first that proposes
+    capacity: int = setting(0, low=0)  # nodes of the merged tree at most, the root included; 0: room for all
     builder: Literal["static", "expand_and_rerank", "grow"] = "static"  # what shapes the trees of models
     tree: Tree = setting((), low=0)  # static: a schedule such as [3, 2, 1, 1], or paths such as [[0], [1], [0, 0]]
     dynamic: Dynamic = dataclasses.field(default_factory=Dynamic)  # the other builders
@@ -109,6 +111,8 @@ class Decode:
     def __post_init__(self):
         if self.top_p == 0:
             raise ValueError("top_p: expected > 0, got 0; 1 keeps every token")
+        if self.capacity and self.combine == "first":
+            raise ValueError('capacity: cuts trees that are merged; expected combine = "union", or no capacity')
 
     @property
     def incremental(self) -> bool:
@@ -226,11 +230,12 @@ def label(decode: Decode) -> str:
     """A method's name, whatever its drafts: ``incremental``, ``<3,2,1,1>``, or ``paths(7)`` for seven nodes as paths.
 
     ``grow(6x5:21)`` is 21 nodes out of a width of 6 and a depth of 5, ``copy(3x7)`` three matches of seven tokens, and
-    ``copy(3x7) + <3,2,1,1>`` the union of two.
+    ``copy(3x7) + <3,2,1,1>`` the union of two; ``to 12`` behind it is the union's capacity.
     """
     parts = [_copies(decode) if name == LOOKUP else _shape(decode) for name in decode.drafts]
     between = " + " if decode.combine == "union" else " or "
-    return between.join(dict.fromkeys(parts)) or "incremental"
+    cut = f" to {decode.capacity}" if decode.capacity else ""
+    return between.join(dict.fromkeys(parts)) + cut if parts else "incremental"
 
 
 def _copies(decode: Decode) -> str:
@@ -338,7 +343,9 @@ def _canonical(experiment: Experiment) -> Experiment:
     if LOOKUP not in decode.drafts:
         names.append("lookup")
     if len(decode.drafts) == 1:
-        names.append("combine")
+        names += ["combine", "capacity"]
+    if decode.verifier in VERIFIERS and not VERIFIERS[decode.verifier].lossy:
+        names.append("allow_lossy")
     return dataclasses.replace(
         experiment,
         models=dataclasses.replace(experiment.models, drafts=directories),

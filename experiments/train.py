@@ -261,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             configs.resolve(zoo.work) / "corpus",
             vocab_size=zoo.vocab_size,
             slices=zoo.slices,
-            root=None if zoo.source is None else configs.resolve(zoo.source),
+            root=zoo.source,
         )
         for name in zoo.models if options.only is None else [options.only]:
             params = train_one(zoo, name, corpus, console)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import heapq
 import itertools
 import json
@@ -17,10 +18,10 @@ import rich.console
 import rich.progress
 import rich.table
 
-from experiments import command
+from experiments import answers, command
 from experiments import config as configs
 from experiments import corpus as corpora
-from experiments.fit import check_unchanged, fit, optimizer_of, plot_losses, read_log
+from experiments.fit import check_unchanged, fit, optimizer_of, plot_losses, read_log, weights_digest
 from specjax.models import (
     EagleConfig,
     MedusaConfig,
@@ -33,6 +34,7 @@ from specjax.models import (
 )
 from specjax.train import (
     TrainState,
+    cast_matrices,
     causal_pass,
     eagle_loss,
     init_train_state,
@@ -47,6 +49,7 @@ from specjax.types import Model, PyTree
 _TOP, _SHOWN = 10, 5  # agreement is reported for a head's 1..10 most likely tokens, and shown for the first of them
 _NODES = 21  # of the tree that is recommended for Medusa's heads, as many as <3,2,1,1> has
 _ROWS = 8  # sequences of one pass of the target
+_ASKED = 64  # sequences that it continues at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +103,17 @@ class Heads:
     eagle: Eagle
     windows: int = configs.setting(low=1)  # sequences of training text, whose hidden states are kept on disk
     length: int = configs.setting(low=2)  # tokens per sequence
+    continuation: int = configs.setting(0, low=0)  # of them the last so many are what the target says to those before
     held_out_windows: int = configs.setting(64, low=1)
     source: str | None = None  # folder of Python files to learn from; none is the interpreter's standard library
     product_dtype: Literal["float32", "bfloat16"] = "float32"  # matrices are multiplied in it; all else is float32
     seed: int = 0
     evaluate_every: int = configs.setting(100, low=1)  # steps
     save_every: float = configs.setting(120.0, low=0)  # seconds
+
+    def __post_init__(self):
+        if self.continuation >= self.length:
+            raise ValueError(f"continuation: expected less than length={self.length}, got {self.continuation}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,10 +142,8 @@ def _shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
-def read_by_target(
-    target: Model, text: np.ndarray, windows: int, length: int, file: pathlib.Path, console: rich.console.Console
-) -> Text:
-    """Evenly spread sequences of ``text``, and the target's hidden states, made once and kept in ``file``.
+def spread(text: np.ndarray, windows: int, length: int) -> np.ndarray:
+    """Sequences [windows, length] at even distances.
 
     Raises:
       ValueError: the text is too short.
@@ -145,19 +151,61 @@ def read_by_target(
     if len(text) < windows + length:
         raise ValueError(f"{len(text)} tokens are too few for {windows} sequences of {length}")
     starts = np.linspace(0, len(text) - length, windows).astype(int)
-    tokens = np.stack([text[start : start + length] for start in starts]).astype(np.int32)
+    return np.stack([text[start : start + length] for start in starts]).astype(np.int32)
+
+
+def read_by_target(
+    target: Model, tokens: np.ndarray, file: pathlib.Path, product_dtype: str, console: rich.console.Console
+) -> Text:
+    """Sequences and the target's hidden states, which are made once and kept in ``file``."""
     if not file.exists():
         assert target.hidden_size is not None
+        params = cast_matrices(target.params, product_dtype)
         one = jax.jit(lambda params, tokens: causal_pass(target, params, tokens).hidden)
         unfinished = file.with_suffix(".new.npy")
-        shape = (windows, length, target.hidden_size)
+        shape = (*tokens.shape, target.hidden_size)
         made = np.lib.format.open_memmap(unfinished, mode="w+", dtype=np.float16, shape=shape)
-        for start in rich.progress.track(range(0, windows, _ROWS), "reading the text", console=console):
-            rows = np.resize(tokens[start : start + _ROWS], (_ROWS, length))
-            made[start : start + _ROWS] = np.asarray(one(target.params, rows))[: windows - start]
+        for start in rich.progress.track(range(0, len(tokens), _ROWS), "reading the text", console=console):
+            part = tokens[start : start + _ROWS]
+            made[start : start + _ROWS] = np.asarray(one(params, np.resize(part, (_ROWS, part.shape[1]))))[: len(part)]
         made.flush()
         unfinished.rename(file)
     return Text(tokens, np.load(file, mmap_mode="r"))
+
+
+def made_with(heads: Heads, corpus: corpora.Corpus) -> dict[str, Any]:
+    """What the training text depends on."""
+    names = ("windows", "length", "continuation", "product_dtype", "seed")
+    own = {name: getattr(heads, name) for name in names}
+    return {**own, "target": weights_digest(heads.target), "corpus": corpus.digest}
+
+
+def texts(heads: Heads, target: Model, corpus: corpora.Corpus, console: rich.console.Console) -> tuple[Text, Text]:
+    """What is trained on, and what is measured on: held-out text, none of it said by the target.
+
+    Raises:
+      ValueError: the text is too short.
+    """
+    work = configs.resolve(heads.work)
+    tokens = spread(corpus.slices[0], heads.windows, heads.length - heads.continuation)
+    held_out = spread(corpus.held_out, heads.held_out_windows, heads.length)
+    made_of = {**made_with(heads, corpus), "held_out_windows": heads.held_out_windows}
+    name = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:10]
+    if heads.continuation:
+        tokens = answers.collect(
+            work / f"answers_{name}",
+            target,
+            tokens,
+            continuation_tokens=heads.continuation,
+            temperature=0.0,
+            top=1,
+            batch=_ASKED,
+            product_dtype=heads.product_dtype,
+            seed=heads.seed,
+            console=console,
+        ).tokens.astype(np.int32)
+    read = functools.partial(read_by_target, target, product_dtype=heads.product_dtype, console=console)
+    return read(tokens, work / f"hidden_{name}.npy"), read(held_out, work / f"held_out_{name}.npy")
 
 
 class Trainee(NamedTuple):
@@ -255,7 +303,13 @@ def best_paths(agreement: Sequence[Sequence[float]], nodes: int) -> list[list[in
 
 
 def train_one(
-    name: str, heads: Heads, target: Model, text: Text, held_out: Text, digest: str, console: rich.console.Console
+    name: str,
+    heads: Heads,
+    target: Model,
+    text: Text,
+    held_out: Text,
+    corpus: corpora.Corpus,
+    console: rich.console.Console,
 ) -> dict[str, Any]:
     """Train one kind of heads, or go on training it, save it, and return what is reported of it.
 
@@ -265,8 +319,7 @@ def train_one(
     folder = configs.resolve(heads.work) / name
     folder.mkdir(parents=True, exist_ok=True)
     run = heads.medusa if name == "medusa" else heads.eagle
-    shared = {key: getattr(heads, key) for key in ("target", "windows", "length", "product_dtype", "seed")}
-    check_unchanged(folder, {**configs.to_dict(run), **shared, "corpus": digest})
+    check_unchanged(folder, {**configs.to_dict(run), **made_with(heads, corpus)})
     trainee = medusa(run, heads, target) if isinstance(run, Medusa) else eagle(run, heads, target, text)
 
     def evaluate(params: PyTree) -> dict[str, float]:
@@ -310,17 +363,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             work / "corpus",
             vocab_size=target.vocab_size,
             slices=1,
-            root=None if heads.source is None else configs.resolve(heads.source),
+            root=heads.source,
             tokenizer=directory / "tokenizer.json",
         )
-        shape = f"{heads.length}_{corpus.digest[:10]}.npy"
-        read = functools.partial(read_by_target, target, length=heads.length, console=console)
-        text = read(corpus.slices[0], heads.windows, file=work / f"hidden_{heads.windows}_{shape}")
-        held_out = read(
-            corpus.held_out, heads.held_out_windows, file=work / f"held_out_{heads.held_out_windows}_{shape}"
-        )
+        text, held_out = texts(heads, target, corpus, console)
         names = ["medusa", "eagle"] if options.only is None else [options.only]
-        result = {name: train_one(name, heads, target, text, held_out, corpus.digest, console) for name in names}
+        result = {name: train_one(name, heads, target, text, held_out, corpus, console) for name in names}
         if options.only is None:
             (work / "report.json").write_text(json.dumps(result, indent=2) + "\n")
             plot_losses({name: read_log(work / name / "log.jsonl") for name in names}, work / "losses.png")

@@ -170,10 +170,11 @@ class Workshop:
             else self.draft(next(directories), models.target, models.attention, models.dtype)
             for name in decode.drafts
         ]
-        if decode.combine == "first":
+        if decode.combine == "first" or decode.capacity:
             own = lambda source: None if isinstance(source, sj.Drafter) else tree
-            drafts = [sj.draft.first_of([make_drafter([each], own(each), decode.draft_mode) for each in drafts])]
-            tree = None
+            parts = [make_drafter([each], own(each), decode.draft_mode) for each in drafts]
+            cut = functools.partial(sj.draft.ensemble, capacity=decode.capacity)
+            drafts, tree = [(sj.draft.first_of if decode.combine == "first" else cut)(parts)], None
         return {
             "target": target,
             "prompts": [list(prompt.tokens) for prompt in batch],

@@ -101,6 +101,23 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
+def chi_square_z(counts: np.ndarray, law: np.ndarray) -> float:
+    """How far chi-square lies above its mean, in standard deviations; cells expected fewer than 5 times are joined.
+
+    ``counts`` and ``law`` [..] are of the same outcomes; ``law`` need not sum to 1.
+    """
+    counts, law = np.ravel(counts), np.ravel(law)
+    expected = law / law.sum() * counts.sum()
+    assert counts[expected == 0].sum() == 0, "an outcome of probability zero was seen"
+    rare = expected < 5
+    counts, expected = (np.append(field[~rare], field[rare].sum()) for field in (counts, expected))
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    freedom = len(expected) - 1
+    if not freedom:  # it is certain
+        return 0.0
+    return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
+
+
 def logits_after(model: Model, tokens: Sequence[int], padded: int = 64) -> np.ndarray:
     """Logits [V] after a text: one whole pass without a cache, padded behind so that lengths share an executable."""
     return fresh_logits(model, [*tokens, *[0] * (padded - len(tokens))])[len(tokens) - 1]

@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 
 import specjax as sj
 from specjax.testing import reference_text, table_model, total_variation
-from tests.helpers import BOUNDS, HOSTILE, MIXED, PERFECT, VOCAB, context, prompts_of, row_kinds, tiny, topology
+from tests.helpers import (
+    BOUNDS,
+    HOSTILE,
+    MIXED,
+    PERFECT,
+    VOCAB,
+    chi_square_z,
+    context,
+    prompts_of,
+    row_kinds,
+    tiny,
+    topology,
+)
 
 PROMPTS = prompts_of([5, 9, 12, 1])
 SHAPES = [
@@ -265,14 +277,6 @@ def sample_texts(p_logits, q_logits, tree, budget: int, **options):
         **options,
     )
     return np.array(result.tokens), result
-
-
-def chi_square_z(counts: np.ndarray, expected: np.ndarray) -> float:
-    """How many standard deviations the chi-square statistic lies above its mean."""
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    statistic = np.sum((counts - expected) ** 2 / expected)
-    freedom = len(expected) - 1
-    return (statistic - freedom) / np.sqrt(2 * freedom)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def merge(trees: Sequence[TokenTree], capacity: int | None = None) -> TokenTree:
     they were drawn, a node is kept or not whatever is drawn at it or below. Hence every verifier stays exact for the
     laws it is exact for. (To leave out the draws themselves, by what they are, would be biased.)
     """
-    trees = list(trees)
+    trees = [tree for tree in trees if tree.laws] or list(trees)[:1]  # without sources it is a lone root
     join = lambda field: jnp.concatenate([getattr(tree, field) for tree in trees])
     offsets = [sum(tree.num_nodes for tree in trees[:index]) for index in range(len(trees))]
     tokens, depths, valid = join("tokens"), join("depths"), join("valid")
@@ -176,7 +176,7 @@ def _together(name: str, drafters: Sequence[Drafter], combine: Combine) -> Draft
     hidden = {drafter.reads_hidden for drafter in drafters if drafter.reads_hidden is not None}
     if len(hidden) > 1:
         raise ValueError(f"drafters of {name} read hidden states of sizes {sorted(hidden)}; one target has one size")
-    if len(drafters) > 1 and any(drafter.choose is not None for drafter in drafters):
+    if any(drafter.choose is not None for drafter in drafters):
         raise ValueError(f"an adaptive drafter stands alone; make one of {name} of each size instead")
     if len(laws) > MAX_SOURCES:
         raise ValueError(f"{name} takes at most {MAX_SOURCES} sources; got {len(laws)}")

@@ -52,7 +52,7 @@ def prompt_lookup(
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"prompt_lookup: {name} is {value!r}; expected an integer >= 1")
-    if not isinstance(max_match, int) or max_match < min_match:
+    if not isinstance(max_match, int) or isinstance(max_match, bool) or max_match < min_match:
         raise ValueError(f"prompt_lookup: max_match is {max_match!r}; expected an integer >= {min_match=}")
     if branches * length >= MAX_NODES:
         raise ValueError(

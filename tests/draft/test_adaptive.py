@@ -129,4 +129,4 @@ def test_nonsense_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         adaptive(**arguments | change)
     with pytest.raises(ValueError, match="stands alone"):
-        ensemble([adaptive(**arguments), NO_DRAFT])
+        ensemble([adaptive(**arguments)])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import specjax as sj
 from specjax.draft import NO_DRAFT, ensemble, merge, ssm
 from specjax.testing import random_parents, table_model
-from specjax.tree import check_tree
+from specjax.tree import check_tree, root_tree
 from tests.helpers import context, slot_paths, topology
 
 VOCAB = 4
@@ -135,6 +135,14 @@ def test_nested_merges_keep_every_source_apart():
     assert merged.laws == ("iid",) * 3
     assert np.asarray(merged.draw_source).tolist() == [0, 0, 1, 1, 1, 2]
     assert merged.q_rows.shape[1] == 3
+
+
+def test_a_drafter_without_sources_adds_nothing():
+    tree = random_tree(np.random.default_rng(5), *SIZES[0])
+    nothing = jax.tree.map(lambda field: field[0], root_tree(jnp.ones(1, jnp.int32)))
+    alone, beside = (jitted_merge()(trees) for trees in ([tree], [nothing, tree, nothing]))
+    jax.tree.map(np.testing.assert_array_equal, alone, beside)
+    assert jitted_merge()([nothing, nothing]).laws == ()
 
 
 def small_tree(paths: list[list[int]]) -> sj.TokenTree:

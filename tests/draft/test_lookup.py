@@ -130,6 +130,7 @@ def test_a_text_that_repeats_itself_is_followed_for_the_whole_length():
         (dict(length=True), "length is True"),
         (dict(min_match=0), "min_match is 0"),
         (dict(branches=64, length=64), "64 branches of 64 and the root; trees have at most 4096 nodes"),
+        (dict(min_match=1, max_match=True), "max_match is True"),
         (dict(min_match=3, max_match=2), "max_match is 2; expected an integer >= min_match=3"),
     ],
 )

@@ -58,6 +58,7 @@ def test_ratios_are_total_over_total():
     row = summary(record(), record(prompt=1, emitted=90, steps=10, decode_seconds=[3.0], baseline_emitted=90))
     assert row["tokens_per_step"] == 100 / 15  # the mean of the ratios would be 5.5
     assert row["tokens_per_step_low"] == 2 + 7 / 4 and row["tokens_per_step_high"] == 9 - 7 / 4
+    assert row["tokens_per_step_resampled_low"] == 2 and row["tokens_per_step_resampled_high"] == 9
     assert row["decode_seconds"] == 4 and row["tokens_per_second"] == 25
     assert row["speedup"] == 1.0
     assert row["prefill_seconds"] == 18  # apart from decode
@@ -134,16 +135,19 @@ def test_panels_keep_what_may_be_compared_together():
         record("mss", **hot, **{"decode.verifier": "multi_step", "decode.draft_mode": "iid"}),
         record("noise", **hot, **{"decode.draft_mode": "shared_gumbel"}),
         record("copy", **hot, **{"method": "copy(3x7)", "decode.drafts": ["prompt_lookup"]}),
+        record("plausible", **hot, **{"decode.verifier": "typical", "same_text_promised": False}),
     ]
     table = metrics.summarize(metrics.frame(rows, [row["cell"] for row in rows]))
     assert [(title, [row["cell"] for row in part]) for title, part in metrics.panels(table)] == [
         ("greedy, top_k drafts verified by naive_sampling", ["greedy", "tree"]),
         ("temperature 1, drafts verified by naive_sampling", ["warm", "hot", "noise", "copy"]),
         ("temperature 1, iid drafts verified by multi_step", ["warm", "mss"]),
+        ("temperature 1, top_k drafts verified by typical (lossy)", ["warm", "plausible"]),
     ]
+    assert report._same_text(metrics.rows_of(table)[-1]) == "not the target's"
     # How draws are made differs within a table, and is a column of it; a lookup makes none that has a name.
     assert metrics.varying(table) == ["drafting"]
-    assert [row["drafting"] for row in metrics.rows_of(table)][4:] == ["iid", "shared_gumbel", ""]
+    assert [row["drafting"] for row in metrics.rows_of(table)][4:7] == ["iid", "shared_gumbel", ""]
     labels = [label.get_text() for label in plots.methods(table).axes[2].get_yticklabels()]
     assert labels[1:] == [
         "<2,1>  ssm_a  drafting=top_k",

@@ -72,9 +72,10 @@ def test_the_best_schedules_become_cells(sweep, capsys):
 
 def test_what_no_trace_fixes_is_refused(sweep, capsys):
     settings = {"tree": "[2]", "drafts": '["near", "far"]', "temperature": "1.0"}
-    settings |= {"draft_mode": '"iid"', "verifier": '"multi_step"'}
+    settings |= {"draft_mode": '"iid"', "verifier": '"multi_step"', "capacity": "2"}
     block = "[decode]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items())
     sweep('measure = "replay"', block, expect=2)
     said = capsys.readouterr().err
+    assert "decode: only static trees of SSMs, alone or merged whole, can be replayed" in said
     assert "decode.draft_mode: only top_k and shared_gumbel can be replayed" in said
     assert "multi_step cannot be replayed exactly at temperature 1" in said

@@ -79,6 +79,7 @@ def test_cell_ids_change_with_every_setting_that_matters():
             {"tree": (2, 2)},
             {"drafts": ("b", "a")},
             {"temperature": 1.0},
+            {"capacity": 3},
             {"verifier": "x"},
             {"top_p": 0.5},
         )
@@ -137,6 +138,11 @@ def test_cell_ids_change_with_every_setting_that_matters():
         ),
         (Block(product={"decode.builder": ["grwo"]}), {}, ["decode.builder: expected one of", "did you mean 'grow'?"]),
         (Block(product={"decode.lookup.min_match": [9]}), {}, ["decode.lookup.max_match: expected >= min_match"]),
+        (
+            Block(product={"decode.capacity": [9]}),
+            {"drafts": ("a", "b"), "tree": (1,), "combine": "first"},
+            ["decode.capacity: cuts trees that are merged"],
+        ),
         (Block(product={"decode.lookup.branches": [0]}), {}, ["decode.lookup.branches: expected >= 1, got 0"]),
         (Block(product={"decode.lookup.branch": [1]}), {}, ["unknown key; did you mean decode.lookup.branches?"]),
         (Block(product={"run.seed": [0]}), {"drafts": ("a", "a"), "tree": (1,)}, ["names a draft twice"]),
@@ -171,6 +177,7 @@ def test_labels():
     label = lambda *drafts, **settings: sweep.label(Decode(drafts=drafts, **settings))
     assert label() == "incremental"
     assert label("a", "b", tree=(3, 2, 1, 1)) == "<3,2,1,1>"
+    assert label("a", "b", tree=(3, 2, 1, 1), capacity=9) == "<3,2,1,1> to 9"
     assert label("a", tree=((0,), (1,), (0, 0))) == "paths(3)"
     assert label("a", builder="grow", dynamic=Dynamic(4, 3, 9)) == "grow(4x3:9)"
     assert label(LOOKUP) == "copy(3x7)"
@@ -228,7 +235,9 @@ def test_builders_are_the_library_s():
 @pytest.mark.parametrize(
     ("name", "methods"),
     [
-        ("ensemble", {"<2,1,1,1>"}),
+        ("ensemble", {"<2,1,1,1>", "<2,1,1,1> to 9", "<2,1,1,1> to 17"}),
+        ("medusa", {"<3,2,1,1>", "paths(21)"}),
+        ("eagle", {"<3,2,1,1>", "paths(10)"}),
         ("prompt_lookup", {"copy(1x3)", "copy(1x7)", "copy(3x3)", "copy(3x7)", "<2,1,1,1>", "<2,1,1,1> + copy(3x7)"}),
         ("grow", {"<3,2,1,1>", "grow(6x5:21)"}),
         (

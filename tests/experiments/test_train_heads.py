@@ -7,17 +7,20 @@ import textwrap
 import jax
 import numpy as np
 import pytest
+import rich.console
 
 import experiments.train_heads
 import specjax as sj
 from experiments import config as configs
 from experiments import corpus as corpora
-from experiments.train_heads import Heads, Text, best_paths, main
+from experiments.train_heads import Heads, Text, best_paths, main, read_by_target, spread, texts
 from specjax.models import DecoderConfig, init_model, save_model
+from specjax.train import causal_pass
 
 CONFIG = """
     windows = 6
     length = 16
+    continuation = 4
     held_out_windows = 2
     evaluate_every = 2
     save_every = 0
@@ -112,17 +115,27 @@ def test_other_settings_do_not_continue_a_run(written, capsys):
 def test_hidden_states_are_those_of_the_sequences_they_stand_beside(written, tmp_path, target):
     """Whatever the order batches come in, and though the last pass of the target has rows to spare."""
     heads, model = configs.load(Heads, written("text")), sj.load_model(target)
-    text = experiments.train_heads.read_by_target(
-        model, np.arange(200) % 300, 11, 16, tmp_path / "states.npy", experiments.train_heads.rich.console.Console()
-    )
+    tokens = spread(np.arange(200) % 300, 11, 16)
+    text = read_by_target(model, tokens, tmp_path / "states.npy", "float32", rich.console.Console())
     for step in range(4):
         tokens, hidden = text.batch_of_step(step, batch=3, seed=heads.seed)
-        want = experiments.train_heads.causal_pass(model, model.params, tokens).hidden
+        want = causal_pass(model, model.params, tokens).hidden
         np.testing.assert_allclose(hidden, want, atol=1e-2)
     firsts = [int(row) for step in range(11) for row in text.batch_of_step(step, batch=1, seed=0)[0][:, 0]]
     assert sorted(firsts) == sorted(text.tokens[:, 0].tolist())
     with pytest.raises(ValueError, match="200 tokens are too few for 190 sequences of 16"):
-        experiments.train_heads.read_by_target(model, np.arange(200), 190, 16, tmp_path / "no.npy", None)
+        spread(np.arange(200), 190, 16)
+
+
+def test_sequences_end_in_what_the_target_says_and_held_out_ones_do_not(written, source, target):
+    heads, model = configs.load(Heads, written("said")), sj.load_model(target)
+    corpus = corpora.load(configs.resolve(heads.work) / "corpus", vocab_size=300, slices=1, root=source)
+    text, held_out = texts(heads, model, corpus, rich.console.Console())
+    assert (text.tokens.shape, held_out.tokens.shape) == ((6, 16), (2, 16))
+    said = sj.generate(model, text.tokens[:, :12].tolist(), max_new_tokens=4, eos_ids=()).tokens
+    assert text.tokens[:, 12:].tolist() == said
+    np.testing.assert_array_equal(text.tokens[:, :12], spread(corpus.slices[0], 6, 12))
+    np.testing.assert_array_equal(held_out.tokens, spread(corpus.held_out, 2, 16))
 
 
 def test_shipped_config_is_valid():

@@ -13,6 +13,7 @@ from specjax.testing import table_model
 from specjax.verify import PATH_RULES, VERIFIERS
 from specjax.verify.joint import enumerate_trees, node_logits, path_law, walk_law
 from specjax.verify.measure import for_laws
+from tests.helpers import chi_square_z
 
 V, ROWS, GREEDY, BUDGET = 3, 8000, 400, 7
 P = np.array([[0.5, 0.3, 0.2], [0.1, 0.3, 0.6], [0.25, 0.4, 0.35]])
@@ -115,19 +116,6 @@ def first_round_law(verifier: str, mode: str) -> list[np.ndarray]:
             at = parents[at]
         np.add.at(laws[depth], (forest.problems, *path[::-1]), mass[:, node])
     return laws
-
-
-def chi_square_z(counts: np.ndarray, law: np.ndarray) -> float:
-    """How far chi-square lies above its mean, in standard deviations; cells expected fewer than 5 times are joined."""
-    expected = law / law.sum() * counts.sum()
-    assert counts[expected == 0].sum() == 0
-    rare = expected < 5
-    counts, expected = (np.append(field[~rare], field[rare].sum()) for field in (counts, expected))
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    freedom = len(expected) - 1
-    if not freedom:  # it is certain
-        return 0.0
-    return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
