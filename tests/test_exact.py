@@ -178,7 +178,7 @@ def test_joint_laws_of_node_rules(merge):
     target, draft = random_table(rng, 3), random_table(rng, 2)
     want = target_law(target)
     efficiency = {}
-    for rule in ("naive_sampling", "naive_tree", "multi_step", "spectr", "khisti", "optimal", "top_k_plus_one"):
+    for rule in ("naive_sampling", "naive_tree", "multi_step", "spectr", "optimal", "top_k_plus_one"):
         arguments = {"num_draws": (2, 1), "law": "iid", "merge": merge}
         law = exact.joint_law(rule, target, draft, **arguments)
         variation = np.abs(law - want).sum() / 2

@@ -188,8 +188,8 @@ def _k_seq_scale(p: jax.Array, q: jax.Array, count: jax.Array, most: int) -> jax
 def spectr(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
     """K-SEQ: every draw is tested against the same p / (rho q), with rho chosen so that the residual is just positive.
 
-    SpecTr (Sun et al. 2023), the k-sequential selection algorithm. Exact for i.i.d. draws from one source, their number
-    known before they are drawn. Cost: O(V) per step towards rho, about ten of them.
+    SpecTr (Sun et al. 2023), Algorithm 2, k-sequential selection; of rho, Theorem 1 and appendix C.1. Exact for i.i.d.
+    draws from one source, their number known before they are drawn. Cost: O(V) per step towards rho, about ten of them.
     """
     most = draws.tokens.shape[0]
     usable = _usable(q, draws)
@@ -209,9 +209,10 @@ def spectr(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
 def top_k_plus_one(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
     """Speculative sampling with the last draw, against q without the earlier ones, which its residual usually hits.
 
-    After Hu et al. 2025, "Towards optimal multi-draft speculative decoding" (the paper's own form was not at hand; this
-    one is enumerated). Exact for top-(k-1) plus one drawn from the rest, where it reaches the optimum, and for draws
-    without replacement; not for i.i.d. draws, whose last may repeat an earlier one. Cost: O(V).
+    After the greedy draft construction of Hu et al. 2025, "Towards optimal multi-draft speculative decoding" (neither
+    the paper's own form nor its section was at hand; this one is enumerated). Exact for top-(k-1) plus one drawn from
+    the rest, where it reaches the optimum, and for draws without replacement; not for i.i.d. draws, whose last may
+    repeat an earlier one. Cost: O(V).
     """
     usable = _usable(q, draws)
     count = usable.sum()
@@ -228,7 +229,8 @@ def top_k_plus_one(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
 def hub(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
     """SpecHub: of a pair that always holds a = argmax q, the other token is served first and a takes what is left.
 
-    SpecHub (Sun et al. 2024, "Provable acceleration to multi-draft speculative decoding"). Exact for the hub law's
+    SpecHub (Sun et al. 2024, "Provable acceleration to multi-draft speculative decoding"), the solution of its linear
+    program over pairs with the hub (no section of the paper was at hand; this is enumerated). Exact for the hub law's
     pairs and a single draw from q; also for draws without replacement, since it looks at the second draw only where the
     first is a, and there the two laws agree. Cost: O(V).
     """
@@ -260,9 +262,9 @@ def khisti(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
     """Keep the draw with the largest p / q, whose exact law is r, and test it against r as a single draw.
 
     The two-step decomposition of Khisti et al. 2025, "Multi-draft speculative sampling: canonical decomposition and
-    theoretical limits", with fixed weights where the paper solves a linear program: any way of keeping a draw is exact,
-    weights only optimise. Exact for i.i.d. draws from one source, their number known before they are drawn. Cost: O(V),
-    since ratios are only told apart to 3%.
+    theoretical limits", Theorem 1, with fixed weights where the paper solves a linear program: any way of keeping a
+    draw is exact, weights only optimise. Exact for i.i.d. draws from one source, their number known before they are
+    drawn. Cost: O(V), since ratios are only told apart to 3%.
     """
     usable = _usable(q, draws)
     # Classes of all sources first, since they do not depend on the draws: averages over draws then share them.

@@ -113,10 +113,10 @@ def _emitted(
 def optimal(p: jax.Array, q: jax.Array, draws: Draws, *, laws: tuple[str, ...]) -> jax.Array:
     """The rule that emits a drawn token as often as any exact rule can, for a vocabulary of a few tokens.
 
-    The optimal transport of SpecTr (Sun et al. 2023), in the form of a maximum flow from drawn sets (with
-    their probability) to their tokens y (at most p(y)); what no set filled is the residual. Exact for every law that
-    can be enumerated. Cost: a callback to the host and a sum over all draws, V^K of them, once per (p, q) and number of
-    draws. Not differentiable: ``specjax.exact.optimal_acceptance`` is.
+    The optimal transport with membership cost of SpecTr (Sun et al. 2023), in the form of a maximum flow from drawn
+    sets (with their probability) to their tokens y (at most p(y)); what no set filled is the residual. Exact for every
+    law that can be enumerated. Cost: a callback to the host and a sum over all draws, V^K of them, once per (p, q) and
+    number of draws. Not differentiable: ``specjax.exact.optimal_acceptance`` is.
 
     Args:
       laws: the law of each source (row of q).

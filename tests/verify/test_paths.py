@@ -127,9 +127,8 @@ def test_traversal_gives_the_targets_joint_law(laws, schedule, merge):
     assert variation <= 1e-12
 
 
-@pytest.mark.parametrize("schedule", [[[2], [2]], [[3], [1]]], ids=str)
-def test_multi_path_block_gives_the_targets_joint_law(schedule):
-    variation, value = Problems(("iid",), schedule, count=10, seed=2).averaged(multi_path_block)
+def test_multi_path_block_gives_the_targets_joint_law_with_a_node_per_copy():
+    variation, value = Problems(("iid",), [[3], [1]], count=10, seed=2).averaged(multi_path_block)
     assert variation <= 1e-12
     assert (value > 1).all()
 
@@ -302,10 +301,10 @@ def test_typical_follows_plausible_tokens_only_and_says_that_it_is_lossy():
 @pytest.mark.parametrize("rule", [block, traversal])
 def test_what_is_sampled_is_the_law(rule):
     """Chi-square of (accepted, next token) over fixed seeds, through the sampler."""
-    count = 20_000
+    count = 5_000
     tree = chain([1, 2], [0.2, 0.5, 0.3])
     logits = jnp.log(jnp.asarray([[[0.5, 0.2, 0.3], [0.1, 0.3, 0.6], [0.2, 0.2, 0.6]]]))
-    law = np.asarray(path_law(rule, tree, logits))[0]  # [N, V]
+    law = np.asarray(compiled(rule)(tree, logits))[0]  # [N, V]
     many = jax.tree.map(lambda field: jnp.repeat(field, count, 0), tree)
     draft, path, emit = (jax.random.split(jax.random.key(seed), count) for seed in range(3))
     keys = RoundKeys(draft, path, emit, jnp.zeros(count, jnp.int32))

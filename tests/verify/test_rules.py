@@ -280,15 +280,15 @@ def test_float32_stays_float32_and_sums_to_one_over_a_large_vocabulary(name):
 
 
 def test_masked_logits_are_tokens_of_probability_zero():
-    """B11: -inf logits, under jit and not."""
+    """B11: -inf logits, under jit and, one by one in the rules that loop, not."""
     logits = jnp.array([1.0, -jnp.inf, 0.5, -jnp.inf])
     p, q = jax.nn.softmax(logits), jax.nn.softmax(logits[::-1])[None]
     draws = Draws(jnp.array([1, 3]), jnp.zeros(2, jnp.int32), jnp.ones(2, bool))
     for record in RULES.values():
         rule = for_laws(record.name, ("iid",))
-        emitted = rule(p, q, draws)
-        np.testing.assert_allclose(emitted, p, atol=1e-6, err_msg=record.name)
-        np.testing.assert_allclose(jax.jit(rule)(p, q, draws), emitted, atol=1e-6)
+        np.testing.assert_allclose(jax.jit(rule)(p, q, draws), p, atol=1e-6, err_msg=record.name)
+        if record.name in ("multi_step", "spectr"):
+            np.testing.assert_allclose(rule(p, q, draws), p, atol=1e-6)
 
 
 def test_the_optimum_refuses_what_it_cannot_sum():

@@ -24,6 +24,9 @@ PAIRS = [
     for mode, law in DRAFT_MODES.items()
     if verifier.exact_for is None or law in verifier.exact_for or (verifier.lossy and mode == "iid")
 ]
+# Through the loop go all but these: block takes one draw a node, which all its modes draw alike, and the optimum is
+# solved for each law by the same lines.
+LOOPED = [pair for pair in PAIRS if pair[0] not in ("block", "optimal") or pair[1] in ("iid", "top_k")]
 # A draft mode for each verifier whose emissions are tested against their law: the one it was made for.
 OWN = dict.fromkeys(VERIFIERS, "iid") | {
     "naive_tree": "without_replacement",
@@ -71,9 +74,9 @@ def incremental() -> np.ndarray:
     return run(plan_of("naive_sampling"))[0]
 
 
-@pytest.mark.parametrize(("verifier", "mode"), PAIRS)
+@pytest.mark.parametrize(("verifier", "mode"), LOOPED)
 def test_greedy_rows_emit_the_argmax(verifier, mode):
-    """B05: temperature 0 beside temperature 1, for every verifier with every draft mode it allows."""
+    """B05: temperature 0 beside temperature 1. Over every law and tree, test_rules and test_paths sum the same."""
     want = [int(np.argmax(P[0]))]
     while len(want) < BUDGET:
         want.append(int(np.argmax(P[want[-1]])))
