@@ -47,15 +47,15 @@ class Shape:
     dtype: str = "bfloat16"
     window: int | None = None
 
-    def specs(self, sharding: Any) -> dict[str, Any]:
+    def specs(self, sharding: Any, platform: str) -> dict[str, Any]:
         """The arguments of ``tree_attention``."""
         b, n, d = self.batch, self.nodes, self.head_dim
         cache, tree = (b, self.kv_heads, self.prefix, d), (b, self.kv_heads, n, d)
         shapes = dict(q=(b, n, self.q_heads, d), k_cache=cache, v_cache=cache, k_tree=tree, v_tree=tree)
-        # As a decode loop carries them. Left to itself, XLA stores a program's narrow arguments with their rows along
-        # a register, and would copy the whole cache before the call.
-        rows = Format(Layout((0, 1, 2, 3)), sharding)
-        arrays = {name: jax.ShapeDtypeStruct(shape, self.dtype, sharding=rows) for name, shape in shapes.items()}
+        # As a decode loop carries them: on a TPU, rows lie along the registers where heads are narrower than one.
+        order = (0, 1, 3, 2) if platform == "tpu" and d < 128 else (0, 1, 2, 3)
+        stored = Format(Layout(order), sharding)
+        arrays = {name: jax.ShapeDtypeStruct(shape, self.dtype, sharding=stored) for name, shape in shapes.items()}
         return arrays | {
             "prefix_lengths": jax.ShapeDtypeStruct((b,), jnp.int32, sharding=sharding),
             "tree_mask": jax.ShapeDtypeStruct((b, n, n), jnp.bool_, sharding=sharding),
@@ -130,7 +130,7 @@ def compiled(target: Target, shape: Shape, implementation: str, sharding: Any) -
     """The executable of one call."""
     attend = functools.partial(tree_attention, implementation=implementation, window=shape.window)
     with target.device():
-        traced = jax.jit(lambda inputs: attend(**inputs)).trace(shape.specs(sharding))
+        traced = jax.jit(lambda inputs: attend(**inputs)).trace(shape.specs(sharding, target.platform))
         return traced.lower(lowering_platforms=(target.lowering,)).compile()
 
 
@@ -209,9 +209,9 @@ def without_weights(num_layers: int, num_heads: int, num_kv_heads: int, head_dim
     return decoder_functions(config, None, "bfloat16").model(config, params, eos_ids=())
 
 
-def check_loop(target: Target) -> tuple[str, list[str]]:
+def check_loop(target: Target, head_dim: int) -> tuple[str, list[str]]:
     """The whole decode loop with trees <3,2,1,1> at batch 4: its line of the table, and what is wrong."""
-    batch, layers, heads, head_dim = 4, 2, 32, 128
+    batch, layers, heads = 4, 2, 32
     model = without_weights(layers, heads, 8, head_dim)
     draft = without_weights(1, 8, 2, head_dim)
     name = f"{target.name:7} decode loop <3,2,1,1> B{batch} S4096 D{head_dim}"
@@ -225,9 +225,11 @@ def check_loop(target: Target) -> tuple[str, list[str]]:
         traced = decode.run_decode.trace(plan.spec, *shapes)
         executable = traced.lower(lowering_platforms=(target.lowering,)).compile()
     cache = state.cache.k[0].shape
-    # Behind ENTRY are what happens once: XLA stores a program's narrow arguments in another layout than its loops do.
+    # Behind ENTRY is what happens once: XLA may store a program's arguments in another layout than its loops do.
     every_round = str(executable.as_text()).partition("\nENTRY ")[0]
-    copied = re.findall(rf"= bf16\[{','.join(map(str, cache))}\]\S* copy\(", every_round)
+    *outer, length, width = map(str, cache)
+    either = "|".join(",".join([*outer, *last]) for last in ((length, width), (width, length)))
+    copied = re.findall(rf"= bf16\[(?:{either})\]\S* (?:copy|transpose)\(", every_round)
     wrong = [f"{name}: every round copies {len(copied)} of the cache's arrays"] if copied else []
     rows = batch * plan.params.drafter.topology.shape.num_nodes
     products = sum(leaf.size for leaf in jax.tree.leaves(model.params) if leaf.ndim == 2) - 512 * heads * head_dim
@@ -251,8 +253,8 @@ def main() -> int:
                 line, problems = check(target, shape, sharding, reports)
                 print(line, flush=True)
                 wrong += problems
-            if target.platform == "tpu":
-                line, problems = check_loop(target)
+            for head_dim in (128, 64) if target.platform == "tpu" else ():
+                line, problems = check_loop(target, head_dim)
                 print(line, flush=True)
                 wrong += problems
     for problem in wrong:

@@ -27,7 +27,7 @@ LOWEST = -1e30  # finite, so that a difference of two of them is 0 and not NaN
 def _body(
     plan_ref,  # [3, B] int32 in SMEM: first block, number of blocks, length
     q_ref,  # [rows, D]
-    k_ref,  # [keys, D]
+    k_ref,  # [keys, D], or [D, keys] with key_axis 1, as are the next three
     v_ref,  # [keys, D]
     k_tree_ref,  # [LANES, D]
     v_tree_ref,  # [LANES, D]
@@ -37,13 +37,14 @@ def _body(
     total_ref,  # [rows, LANES] float32, every lane the same
     mixed_ref,  # [rows, D] float32
     *,
+    key_axis: int,
     scale: float,
     windowed: bool,
     precision: jax.lax.Precision,
 ):
     batch, step = pl.program_id(0), pl.program_id(3)
     first, blocks, length = plan_ref[0, batch], plan_ref[1, batch], plan_ref[2, batch]
-    rows, keys = q_ref.shape[0], k_ref.shape[0]
+    rows, keys = q_ref.shape[0], k_ref.shape[key_axis]
 
     def per_row(columns: jax.Array) -> jax.Array:
         """[nodes, C] for each node -> [rows, C] for each folded row."""
@@ -52,7 +53,11 @@ def _body(
 
     def attend(k: jax.Array, v: jax.Array, visible: jax.Array | None) -> None:
         scores = jax.lax.dot_general(
-            q_ref[...], k, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+            q_ref[...],
+            k,
+            (((1,), (1 - key_axis,)), ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
         )
         scores = scores * scale
         if visible is not None:
@@ -70,7 +75,7 @@ def _body(
         mixed_ref[...] = decay * mixed_ref[...] + jax.lax.dot_general(
             weights.astype(v.dtype),
             v,
-            (((1,), (0,)), ((), ())),
+            (((1,), (key_axis,)), ((), ())),
             precision=precision,
             preferred_element_type=jnp.float32,
         )
@@ -96,7 +101,7 @@ def _body(
         if windowed:
             visible = jnp.logical_and(visible, columns >= per_row(seen_ref[:, WORDS:]))
         # A weight of 0 times NaN is NaN, and rows past the length may hold it.
-        in_prefix = start + jax.lax.broadcasted_iota(jnp.int32, v_ref.shape, 0) < length
+        in_prefix = start + jax.lax.broadcasted_iota(jnp.int32, v_ref.shape, key_axis) < length
         attend(k_ref[...], jnp.where(in_prefix, v_ref[...], 0), visible)
 
     @pl.when(step == blocks)
@@ -140,22 +145,37 @@ def tree_attention(
     blocks = jnp.maximum(pl.cdiv(lengths, keys) - first, 0)
     plan = jnp.stack([first, blocks, lengths])
 
-    def per_head(b, h, r, j, plan_ref):
-        return b, h, 0, 0
+    # Heads narrower than a register would fill a part of each, in memory too. XLA keeps such a cache with its rows
+    # along the registers, and so it is read: seen with the axes swapped it is where it was, and nothing is copied.
+    key_axis = int(problem.head_dim < LANES)
 
     def per_tile(b, h, r, j, plan_ref):
         return b, h, r, 0
 
+    def per_head(b, h, r, j, plan_ref):
+        return b, h, 0, 0
+
     def per_block(b, h, r, j, plan_ref):
-        return b, h, plan_ref[0, b] + jnp.minimum(j, jnp.maximum(plan_ref[1, b] - 1, 0)), 0
+        step = plan_ref[0, b] + jnp.minimum(j, jnp.maximum(plan_ref[1, b] - 1, 0))
+        return (b, h, 0, step) if key_axis else (b, h, step, 0)
 
-    def block(rows: int, index_map) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, rows, problem.head_dim), index_map)
+    def key_block(count: int, index_map) -> pl.BlockSpec:
+        shape = (problem.head_dim, count) if key_axis else (count, problem.head_dim)
+        return pl.BlockSpec((None, None, *shape), index_map)
 
-    cache = [never_empty(k_cache), never_empty(v_cache)]
+    queries = pl.BlockSpec((None, None, tile, problem.head_dim), per_tile)
+    keys_and_values = [
+        never_empty(k_cache),
+        never_empty(v_cache),
+        clean_tree(k_tree, tree_mask, LANES),
+        clean_tree(v_tree, tree_mask, LANES),
+    ]
+    if key_axis:
+        keys_and_values = [rows.swapaxes(2, 3) for rows in keys_and_values]
     out = pl.pallas_call(
         functools.partial(
             _body,
+            key_axis=key_axis,
             scale=problem.head_dim**-0.5,
             windowed=window is not None,
             precision=jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT,
@@ -164,14 +184,14 @@ def tree_attention(
             num_scalar_prefetch=1,
             grid=(problem.batch, problem.kv_heads, rows // tile, blocks.max() + 1),
             in_specs=[
-                block(tile, per_tile),
-                block(keys, per_block),
-                block(keys, per_block),
-                block(LANES, per_head),
-                block(LANES, per_head),
+                queries,
+                key_block(keys, per_block),
+                key_block(keys, per_block),
+                key_block(LANES, per_head),
+                key_block(LANES, per_head),
                 pl.BlockSpec((None, nodes, WORDS + 1), lambda b, h, r, j, plan_ref: (b, 0, 0)),
             ],
-            out_specs=block(tile, per_tile),
+            out_specs=queries,
             scratch_shapes=[
                 pltpu.VMEM((tile, LANES), jnp.float32),
                 pltpu.VMEM((tile, LANES), jnp.float32),
@@ -186,9 +206,7 @@ def tree_attention(
     )(
         plan,
         fold(q, problem.kv_heads, nodes=nodes, rows=rows),
-        *cache,
-        clean_tree(k_tree, tree_mask, LANES),
-        clean_tree(v_tree, tree_mask, LANES),
+        *keys_and_values,
         pack(shown, first_row, nodes=nodes, words=WORDS),
     )
     return unfold(out, fed=problem.nodes, q_heads=problem.q_heads, nodes=nodes)

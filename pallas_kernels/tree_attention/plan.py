@@ -50,7 +50,12 @@ def tpu_config(problem: Problem) -> Config:
     nodes, width = tpu_nodes(problem.nodes), max(problem.head_dim, 128)  # registers are 128 wide, and so is memory
     rows = min(round_up(problem.group * nodes, max(nodes, 16)), _TPU_ROW_ELEMENTS // width)
     keys = min(_TPU_SCORES // power_of_two(rows), _TPU_BLOCK_BYTES // (width * jnp.dtype(problem.dtype).itemsize))
-    return Config(rows, min(keys, round_up(max(problem.capacity, 1), 16)))
+    return Config(rows, min(keys, round_up(max(problem.capacity, 1), _tpu_keys_step(problem))))
+
+
+def _tpu_keys_step(problem: Problem) -> int:
+    """What a block's keys are a multiple of: they lie along the registers where heads are narrower than one."""
+    return 128 if problem.head_dim < 128 else 16
 
 
 def complete(name: str, problem: Problem, device: Device, config: Config | None) -> Config:
@@ -90,8 +95,9 @@ def _wrong_tpu_config(problem: Problem, config: Config) -> str | None:
     nodes = tpu_nodes(problem.nodes)
     if config.rows < 1 or config.rows % max(nodes, 16):
         return f"rows must be a multiple of {max(nodes, 16)}, the padded number of nodes"
-    if config.keys < 1 or config.keys % 16:
-        return "keys must be a multiple of 16"
+    step = _tpu_keys_step(problem)
+    if config.keys < 1 or config.keys % step:
+        return f"keys must be a multiple of {step} for head_dim {problem.head_dim}"
     if config.splits or config.stages:
         return "splits and stages are for GPUs and must stay 0"
     return None

@@ -27,14 +27,14 @@ GPU = plgpu.InterpretGPUParams(**STRICT)
 TPU_CASES = [
     (1, 9, 2, 2, 128, "float32", 64, 59, 40),
     (2, 9, 6, 2, 256, "bfloat16", 16, 25, None),
-    (7, 0, 4, 2, 80, "float32", 32, 64, 1),
-    (16, 0, 6, 2, 64, "float32", 16, 11, 40),
+    (7, 0, 4, 2, 80, "float32", 128, 256, 1),
+    (16, 0, 6, 2, 64, "float32", 128, 120, 40),
     (31, 0, 4, 2, 256, "float32", 32, 49, None),
     (31, 1, 6, 2, 128, "float32", 64, 128, 3),
     (32, 9, 2, 2, 256, "bfloat16", 32, 64, 5),
-    (33, 1, 4, 2, 64, "bfloat16", 48, 43, 3),
+    (33, 1, 4, 2, 64, "bfloat16", 128, 123, 3),
     (33, 1, 2, 2, 256, "float32", 48, 73, 70),
-    (63, 0, 6, 2, 96, "float32", 48, 96, None),
+    (63, 0, 6, 2, 96, "float32", 128, 256, None),
     (64, 0, 4, 2, 128, "float32", 64, 97, 70),
     (65, 0, 6, 2, 128, "bfloat16", 16, 32, 70),
     (65, 3, 4, 2, 128, "bfloat16", 128, 193, None),
@@ -139,7 +139,7 @@ def test_cache_without_rows(implementation, interpret):
 def test_tpu_rows_beyond_one_tile():
     """B28, block_q 16: a KV head's rows are more than one program holds."""
     inputs = make_inputs(
-        nodes=16, tree_rows=16, q_heads=6, kv_heads=2, capacity=40, head_dim=64, dtype="float32", lengths=[40, 17]
+        nodes=16, tree_rows=16, q_heads=6, kv_heads=2, capacity=40, head_dim=128, dtype="float32", lengths=[40, 17]
     )
     config = Config(rows=16, keys=16, interpret=TPU)
     assert_attends(tree_attention(**inputs, implementation="mosaic_tpu", config=config), inputs, None)

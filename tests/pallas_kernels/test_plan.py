@@ -113,7 +113,7 @@ def test_tpu_blocks_fit_and_divide(head_dim, nodes, dtype):
         (GPU, "mosaic_gpu", Config(keys=100), "keys must be 64 or 128"),
         (GPU, "mosaic_gpu", Config(stages=1), "stages at least 2"),
         (TPU, "mosaic_tpu", Config(rows=24), "rows must be a multiple of 16"),
-        (TPU, "mosaic_tpu", Config(keys=100), "keys must be a multiple of 16"),
+        (TPU, "mosaic_tpu", Config(keys=100), "keys must be a multiple of 16 for head_dim 128"),
         (TPU, "mosaic_tpu", Config(splits=2), "for GPUs"),
         (CPU, "xla", Config(keys=64), "has no block sizes"),
     ],
