@@ -51,8 +51,10 @@ MULTI_STEP = 'decode = { temperature = 1.5, draft_mode = "iid", verifier = "mult
 
 def test_a_table_from_config_to_report(zoo, tmp_path, capsys, monkeypatch):
     """What is summed is what decoding counts: the same tree, given as paths, is decoded."""
-    target = sj.testing.context_model(0, 256)._replace(directory=str(zoo / "target"))
-    models = {"target": target, "far": sj.testing.mixed(target)}
+    target = sj.testing.context_model(0, 256)
+    marks, logits = target.params
+    noise = np.random.default_rng(1).normal(size=logits.shape)
+    models = {"target": target, "near": target, "far": target._replace(params=(marks, logits + noise))}
     monkeypatch.setattr(workshop, "_load_model", lambda path, *_: models[path.rpartition("/")[2]])
     row = f"""
 [[row]]
@@ -74,13 +76,22 @@ optimal = 3
 row = "summed"
 than = "greedy"
 factor = 9
+[[real]]
+target = "{zoo / "target"}"
+drafts = ["{zoo / "near"}"]
 """
     path = write(tmp_path, zoo, row)
     assert tables.main([path, "--out", str(tmp_path / "out")]) == 0
-    found = {row["row"]: row for row in csv.DictReader((tmp_path / "out/tables.csv").read_text().splitlines())}
+    rows = list(csv.DictReader((tmp_path / "out/tables.csv").read_text().splitlines()))
+    found = {row["row"]: row for row in rows[:4]}
     assert [row["way"] for row in found.values()] == ["replayed", "summed", "decoded", "replayed"]
     summed, decoded = ((float(found[name]["mean"]), float(found[name]["error"])) for name in ("summed", "decoded"))
     assert abs(summed[0] - decoded[0]) < 4 * np.hypot(summed[1], decoded[1]) < 1
+    # The real pair is a perfect draft here: rounds emit three of 31 tokens, and with the best tree, a chain, four.
+    perfect = {row["row"]: float(row["mean"]) for row in rows[4:]}
+    assert perfect == pytest.approx(
+        {"greedy": 31 / 11, "summed": 31 / 11, "decoded": 31 / 11, "best": 31 / 8}, rel=1e-5
+    )
     report = (tmp_path / "out/report.md").read_text()
     assert "| replayed | 9.99 | some 7B |" in report and "- some 7B: somewhere" in report
     assert "NOT as published: summed should be at least 9 times greedy" in report
