@@ -63,7 +63,7 @@ def tree_attention(
     in_tree = in_tree.reshape(batch, 1, rows, tree_rows)
     sums = look(sums, k_tree, v_tree, in_tree, tree_mask.any(axis=1)[:, None, :, None])
 
-    block = min(max(_SCORES // (batch * kv_heads * rows), _FEWEST_KEYS), capacity)
+    block = min(max(_SCORES // max(batch * kv_heads * rows, 1), _FEWEST_KEYS), capacity)
 
     def look_at_block(start: jax.Array | int, sums: _Sums) -> _Sums:
         # The last block begins earlier where it would go past the end, and leaves out what the one before it had.
