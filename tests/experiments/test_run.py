@@ -41,7 +41,7 @@ product.decode.temperature = [0.0, 0.8]
 product.decode.tree = [[]]
 [[sweep]]
 product.decode.temperature = [0.0, 0.8]
-zip.decode.tree = [[1, 1, 1], [2, 1], [[0], [1], [0, 0]]]
+zip.decode.tree = [[2, 1], [2, 1], [[0], [1], [0, 0]]]
 zip.decode.drafts = [["near"], ["far"], ["far"]]
 """
 MORE = """
@@ -217,14 +217,14 @@ def test_a_different_text_is_counted(runs, monkeypatch):
 def test_a_perfect_draft_is_accepted_whole_until_the_budget(sweep):
     for row in sweep.records:
         if row["decode.drafts"] == ["near"] and row["decode.temperature"] == 0:
-            assert row["accepted_per_round"] == [3, 3, 3] and row["emitted_per_round"] == [4, 4, 3]
-            assert row["tried_by_depth"] == row["accepted_by_depth"] == [3, 3, 3]
+            assert row["accepted_per_round"] == [2, 2, 2, 2] and row["emitted_per_round"] == [3, 3, 3, 2]
+            assert row["tried_by_depth"] == row["accepted_by_depth"] == [4, 4]
 
 
 def test_files_for_people(sweep, capsys):
     assert sweep() == 0  # nothing left to run: the report is made again
     out = capsys.readouterr().out
-    assert "All 13 cells were finished before" in out and "<1,1,1>" in out and "identical" in out
+    assert "All 13 cells were finished before" in out and "paths(3)" in out and "identical" in out
     rows = sweep.summary
     assert [row["method"] for row in rows].count("incremental") == 2 and len(rows) == 13
     for row in rows:
@@ -248,11 +248,11 @@ def test_run_json_says_what_ran(sweep):
 
 def test_an_override_is_what_runs_and_what_is_recorded(runs):
     runs.write("product.run.seed = [0]", ["far"], 'tree = [2]\ndrafts = ["far"]')
-    assert runs("--set", "decode.tree=[2, 2]", "--set", "run.num_prompts=1") == 0
+    assert runs("--set", "decode.tree=[2, 1]", "--set", "run.num_prompts=1") == 0
     (row,) = runs.records
-    assert row["decode.tree"] == [2, 2] == runs.header["config"]["decode"]["tree"]
-    assert row["drafted"] == row["steps"] * (2 + 4)
-    assert row["drafted_by_depth"] == [row["steps"] * 2, row["steps"] * 4]
+    assert row["decode.tree"] == [2, 1] == runs.header["config"]["decode"]["tree"]
+    assert row["drafted"] == row["steps"] * (2 + 2)
+    assert row["drafted_by_depth"] == [row["steps"] * 2, row["steps"] * 2]
     assert "run.num_prompts=1" in runs.header["sessions"][0]["command"]
 
 
@@ -633,4 +633,4 @@ def test_runs_are_compared(sweep, runs, capsys):
     assert text.count("\n| `") == 13 and text.count("| - |") >= 12
     assert report.main([str(sweep.out), str(runs.out / "none")]) == 2
     assert "holds no run" in capsys.readouterr().err
-    assert report.main([str(sweep.out)]) == 0 and "<1,1,1>" in capsys.readouterr().out
+    assert report.main([str(sweep.out)]) == 0 and "paths(3)" in capsys.readouterr().out
