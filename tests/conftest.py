@@ -24,7 +24,13 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forget_compiled_code():
-    """Every executable holds memory maps, of which a process may have some 65,000; all tests together need more."""
+def compiled_code(request):
+    """How a module's code is compiled, and its end.
+
+    Small models take longer to compile than to run, and unoptimised they compile in half the time; what enumerates
+    thousands of laws runs longer, and is marked ``optimised``. Every executable holds memory maps, of which a process
+    may have some 65,000; all tests together need more.
+    """
+    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("optimised") is None)
     yield
     jax.clear_caches()

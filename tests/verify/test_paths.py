@@ -30,6 +30,8 @@ from specjax.verify.table import BIASED, EXACT
 from specjax.verify.table import random_tables as tables
 from tests.helpers import chi_square_z
 
+pytestmark = pytest.mark.optimised
+
 V = 3
 
 

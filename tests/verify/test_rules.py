@@ -15,6 +15,8 @@ from specjax.verify.paths import PATH_RULES
 from specjax.verify.rules import RULES, multi_step, naive_sampling, without_replacement
 from specjax.verify.table import BIASED, EXACT, format_table, table
 
+pytestmark = pytest.mark.optimised
+
 V = 4
 ONE_HOT = np.eye(V)
 EDGES = {
