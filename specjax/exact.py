@@ -51,7 +51,8 @@ def emitted_law(
       law: proposal law, one for every source or one each.
 
     Raises:
-      ValueError: for an unknown name, shapes that do not fit, draws the law cannot make, or too many outcomes to sum.
+      ValueError: for an unknown name, shapes that do not fit, what is no distribution (unless traced), draws the law
+        cannot make, or too many outcomes to sum.
     """
     return _expectation(rule, p, q, num_draws, law).emitted
 
@@ -203,6 +204,16 @@ def _check_size(vocab_size: int, counts: Sequence[int], *, sets: bool = False) -
         )
 
 
+def _check_probabilities(name: str, values: np.ndarray) -> None:
+    """Values [..., V] must be distributions; single precision rounds their sums."""
+    wrong = ~((values >= 0).all(-1) & (np.abs(values.sum(-1) - 1) < 1e-4))
+    if wrong.any():
+        row = values[wrong][0] if values.ndim > 1 else values
+        raise ValueError(
+            f"{name} must hold probabilities that sum to 1, such as the softmax of logits; got {row}, sum {row.sum()}"
+        )
+
+
 def _run(function: Callable[[jax.Array, jax.Array], Any], p: Any, q: Any) -> Any:
     """Call with p [V] and q [S, V]: traced as they are, or jitted in float64 giving NumPy arrays."""
     if np.ndim(p) != 1 or np.shape(p) != np.shape(q)[-1:]:
@@ -211,6 +222,8 @@ def _run(function: Callable[[jax.Array, jax.Array], Any], p: Any, q: Any) -> Any
         return function(jnp.asarray(p), jnp.atleast_2d(q))
     with jax.enable_x64(True):
         p, q = np.asarray(p, np.float64), np.atleast_2d(np.asarray(q, np.float64))
+        _check_probabilities("p", p)
+        _check_probabilities("q", q)
         return jax.tree.map(np.asarray, function(p, q))
 
 
@@ -261,9 +274,11 @@ def _forest(target: Table, drafts: Any, num_draws: Any, law: Any, merge: bool) -
                 f"expected a tabular {name} of {entries} arrays of shapes [V], [V, V], .. for {depth} levels of draws "
                 f"and V={vocab_size}; got shapes {shapes}"
             )
+        for table in model[:entries]:
+            _check_probabilities(name, table)
     for draws in schedule:
-        for name, count in zip(laws, draws, strict=True):
-            _check_law(name, count)
+        for law_name, count in zip(laws, draws, strict=True):
+            _check_law(law_name, count)
     if "shared_gumbel" in laws:
         raise ValueError(
             "draws of shared_gumbel are not independent of the emission; whole trees of them are not summed"

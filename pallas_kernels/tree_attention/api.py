@@ -65,6 +65,11 @@ def _check_shapes(
             f"expected k_cache and v_cache of one shape [{batch}, {kv_heads}, S, {head_dim}], "
             f"got {k_cache.shape=}, {v_cache.shape=}"
         )
+    if v_cache.dtype != k_cache.dtype or v_tree.dtype != k_tree.dtype:
+        raise ValueError(
+            f"expected values in the dtype of their keys, got {k_cache.dtype} keys and {v_cache.dtype} values in the "
+            f"cache, {k_tree.dtype} and {v_tree.dtype} in the tree"
+        )
     if prefix_lengths.shape != (batch,) or tree_mask.shape != (batch, rows, tree_rows):
         raise ValueError(
             f"expected prefix_lengths [{batch}] and tree_mask [{batch}, {rows}, {tree_rows}], "
@@ -122,8 +127,9 @@ def tree_attention(
       [B, N, Hq, D] in the dtype of q.
 
     Raises:
-      ValueError: shapes that do not fit together, a mask that is not boolean, a window below 1, an unknown
-        implementation, or a named one that cannot run (the message says why), or a config that does not fit it.
+      ValueError: shapes that do not fit together, values not in the dtype of their keys, a mask that is not boolean, a
+        window below 1, an unknown implementation, or a named one that cannot run (the message says why), or a config
+        that does not fit it.
     """
     _check_shapes(q, k_cache, v_cache, k_tree, v_tree, prefix_lengths, tree_mask)
     if window is not None and window < 1:

@@ -51,7 +51,8 @@ def test_a_named_implementation_that_cannot_run_says_why(device, implementation,
 
 
 def test_a_mixed_cache_is_refused():
-    inputs = specs(**GOOD) | {"k_cache": jax.ShapeDtypeStruct((2, 4, 1000, 128), jnp.float32)}
+    wide = jax.ShapeDtypeStruct((2, 4, 1000, 128), jnp.float32)
+    inputs = specs(**GOOD) | {"k_cache": wide, "v_cache": wide}
     with traced_for(TPU), pytest.raises(ValueError, match="one dtype, got bfloat16 and bfloat16 and float32"):
         jax.eval_shape(lambda inputs: tree_attention(**inputs, implementation="mosaic_tpu"), inputs)
 

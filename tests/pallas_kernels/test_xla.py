@@ -215,6 +215,9 @@ def test_mask_must_be_boolean_and_the_name_known():
     inputs = problem(8)
     with pytest.raises(ValueError, match="flash"):
         attend(inputs, "flash")
+    arrays: dict[str, Any] = {name: jnp.asarray(value) for name, value in inputs.items()}
+    with pytest.raises(ValueError, match="got float32 keys and bfloat16 values in the cache"):
+        tree_attention(**arrays | {"v_cache": arrays["v_cache"].astype(jnp.bfloat16)})
     inputs["tree_mask"] = inputs["tree_mask"].astype(np.int32)
     with pytest.raises(ValueError, match="boolean tree_mask"):
         attend(inputs, "xla")
