@@ -24,7 +24,8 @@ class Screening:
 
     def trace(self, experiment: Experiment) -> RankTrace:
         """What replays every tree of the cell's drafts; recorded once."""
-        whole = dataclasses.replace(experiment.decode, tree=(1,))
+        # Rules that may be replayed have one text, so they share a trace.
+        whole = dataclasses.replace(experiment.decode, tree=(1,), verifier="naive_sampling")
         key = config.digest(dataclasses.replace(experiment, decode=whole))
         if key not in self._traces:
             arguments = self._arguments(experiment)
@@ -90,6 +91,8 @@ def check(cells: Sequence[Cell]) -> None:
         whole = decode.builder == "static" and decode.combine == "union" and not decode.capacity
         if not whole or sweep.LOOKUP in decode.drafts:
             problems.append(f"{cell.where}decode: only static trees of SSMs, alone or merged whole, can be replayed")
+        if any(sj.is_heads(config.resolve(path)) for path in cell.config.models.drafts):
+            problems.append(f"{cell.where}models.drafts: heads read the target's hidden states and cannot be replayed")
         if decode.draft_mode not in MODES:
             problems.append(f"{cell.where}decode.draft_mode: only {' and '.join(MODES)} can be replayed")
         if decode.verifier not in sj.verify.RULES or not decode.same_text:

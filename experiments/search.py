@@ -78,6 +78,18 @@ def candidates(trace: RankTrace, bounds: Bounds) -> Iterator[tuple[str, tuple[in
                 yield "tree", drafts, trees, [tree.shape for tree in trees]
 
 
+def batch_rounds(steps: np.ndarray, batch: int, *, finished_rows_wait: bool) -> np.ndarray:
+    """Rounds of decoding prompts of verify steps [.., P] in batches.
+
+    With ``finished_rows_wait`` they go on until a batch's last row is done, as in ``generate``; else slots are taken to
+    be refilled, which is what a modelled server is asked about.
+    """
+    if not finished_rows_wait:
+        return np.sum(steps, axis=-1) / batch
+    parts = [steps[..., at : at + batch] for at in range(0, steps.shape[-1], batch)]
+    return np.sum([np.max(part, axis=-1) for part in parts], axis=0)
+
+
 def rank(
     trace: RankTrace, bounds: Bounds, cost: RoundCost, batch: int, context: int, *, finished_rows_wait: bool
 ) -> list[Choice]:
@@ -88,8 +100,7 @@ def rank(
       bounds: of the search.
       cost: of the device.
       batch, context: what a round is costed at.
-      finished_rows_wait: whether rounds go on until a batch's last row is done, as ``generate`` does; else slots are
-        taken to be refilled, which is what a modelled server is asked about.
+      finished_rows_wait: as in ``batch_rounds``.
     """
     found: list[Choice] = []
     for kind, drafts, trees, shapes in candidates(trace, bounds):
@@ -97,11 +108,8 @@ def rank(
         steps = verify_steps(own, trees)  # [I, P]
         rates = tokens_per_step(own, trees)
         seconds = np.array([cost(shape, drafts, batch=batch, context=context) for shape in shapes])
-        if finished_rows_wait:
-            rounds = sum(np.max(steps[:, at : at + batch], axis=1) for at in range(0, steps.shape[1], batch))
-            per_token = seconds * rounds / np.sum(trace.drafted)
-        else:
-            per_token = seconds / (batch * rates)
+        rounds = batch_rounds(steps, batch, finished_rows_wait=finished_rows_wait)
+        per_token = seconds * rounds / np.sum(trace.drafted)
         for index in np.argsort(per_token, kind="stable")[:8]:
             tree = trees[index] if isinstance(trees[index], Topology) else Topology.from_schedule(trees[index])
             name = _name(kind, trees[index], tree)

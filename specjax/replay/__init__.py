@@ -1,6 +1,6 @@
 """Replay: what any static tree would have accepted, from one recorded text; what it costs, and which to choose."""
 
-from specjax.replay.cost import DEVICES, Device, Latency, RoundCost, measure_latency, roofline
+from specjax.replay.cost import DEVICES, Device, Forwards, Latency, RoundCost, measure_latency, roofline
 from specjax.replay.optimal import Optimum, best_size, expected_tokens, optimal_trees
 from specjax.replay.ranks import RankTrace, rank_trace
 from specjax.replay.rates import Acceptance, Estimate, RateTrace, calibrate, estimate_tokens_per_step, rate_trace
@@ -11,6 +11,7 @@ __all__ = [
     "Acceptance",
     "Device",
     "Estimate",
+    "Forwards",
     "Latency",
     "Optimum",
     "RankTrace",

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from scipy import optimize
 
 from specjax.models import DecoderConfig
 from specjax.tree import TreeShape
@@ -64,7 +64,9 @@ def measure_latency(
     contexts: Sequence[int] = (256,),
     repeats: int = 5,
 ) -> Latency:
-    """Time a model's forward on this machine: the median of ``repeats`` calls, compilation left out.
+    """Time a model's forward on this machine: the fastest of ``repeats`` calls, compilation left out.
+
+    The fastest, since whatever else a machine does only adds to a call this short.
 
     Args:
       model: a target or draft.
@@ -79,7 +81,7 @@ def measure_latency(
             began = time.perf_counter()
             jax.block_until_ready(call())
             taken[point].append((time.perf_counter() - began) / PASSES)
-    seconds = np.array([statistics.median(taken[point]) for point in grid])
+    seconds = np.array([min(taken[point]) for point in grid])
     shape = (len(batches), len(rows), len(contexts))
     source = f"measured on {jax.devices()[0].device_kind}"
     return Latency(source, tuple(batches), tuple(rows), tuple(contexts), seconds.reshape(shape))
@@ -143,11 +145,14 @@ def roofline(
       bytes_per_number: of weights and cache.
     """
     q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = config.hidden_size * (2 * q_width + 2 * kv_width + 3 * config.intermediate_size)
-    weights = config.num_layers * layer + config.hidden_size * config.vocab_size
+    matrices = 3 if config.mlp == "swiglu" else 2
+    layer = config.hidden_size * (2 * q_width + 2 * kv_width + matrices * config.intermediate_size)
+    weights = config.num_layers * layer + (config.embed_size or config.hidden_size) * config.vocab_size
     batch, count, context = np.meshgrid(*(np.array(axis, float) for axis in (batches, rows, contexts)), indexing="ij")
-    cache = 2 * config.num_layers * kv_width * batch * context
-    attention = 4 * config.num_layers * q_width * batch * count * (context + count)
+    windows = config.windows or (None,) * config.num_layers
+    seen = sum(context if window is None else np.minimum(context, window) for window in windows)  # over all layers
+    cache = 2 * kv_width * batch * seen
+    attention = 4 * q_width * batch * count * (seen + config.num_layers * count)
     reading = bytes_per_number * (weights + cache) / device.bandwidth
     multiplying = (2 * weights * batch * count + attention) / device.flops
     axes = (tuple(batches), tuple(rows), tuple(contexts))
@@ -157,37 +162,51 @@ def roofline(
 # Rounds
 
 
+class Forwards(NamedTuple):
+    """Seconds of a round's bare forwards."""
+
+    target: float
+    drafts: float
+
+
 class RoundCost(NamedTuple):
     """Seconds of a round from the forwards it is made of, and what comes on top of them."""
 
     target: Latency
     drafts: tuple[Latency, ...]
-    scale: float = 1.0  # of the forwards
+    target_factor: float = 1.0  # of the target's forward, with its verification
+    draft_factor: float = 1.0  # of the drafts' forwards, with their draws
     fixed: float = 0.0  # seconds a round
 
-    def forwards(self, shape: TreeShape, drafts: Sequence[int], *, batch: int, context: int) -> float:
-        """Seconds of the bare forwards: the drafts are fed what was emitted, then level by level; then the target.
+    def forwards(self, shape: TreeShape, drafts: Sequence[int], *, batch: int, context: int) -> Forwards:
+        """The bare forwards: the drafts are fed what was emitted, then level by level; then the target.
 
         Args:
           shape: of the tree that each draft drafts.
           drafts: which drafts; their merged tree has room for all their nodes.
           batch, context: as in ``Latency``.
         """
-        members = len(drafts) if shape.depth else 0
-        total = self.target(batch, members * (shape.num_nodes - 1) + 1, context)
-        for draft in list(drafts)[:members]:
-            total += sum(self.drafts[draft](batch, rows, context) for rows in (shape.depth + 1, *shape.widths[1:]))
-        return total
+        members = list(drafts) if shape.depth else []
+        levels = (shape.depth + 1, *shape.widths[1:])
+        return Forwards(
+            self.target(batch, len(members) * (shape.num_nodes - 1) + 1, context),
+            sum(self.drafts[draft](batch, rows, context) for draft in members for rows in levels),
+        )
 
     def __call__(self, shape: TreeShape, drafts: Sequence[int], *, batch: int, context: int) -> float:
         """Seconds of a round; arguments as ``forwards``."""
-        return self.fixed + self.scale * self.forwards(shape, drafts, batch=batch, context=context)
+        bare = self.forwards(shape, drafts, batch=batch, context=context)
+        return self.fixed + self.target_factor * bare.target + self.draft_factor * bare.drafts
 
-    def fitted(self, forwards: Sequence[float], measured: Sequence[float]) -> "RoundCost":
-        """With ``scale`` and ``fixed`` fitted to a few measured rounds: least squares of the relative error."""
-        weight = 1 / np.asarray(measured, float)
-        design = np.stack([np.asarray(forwards, float) * weight, weight], 1)
-        (scale, fixed), *_ = np.linalg.lstsq(design, np.ones(len(weight)), rcond=None)
-        if fixed < 0 or scale < 0:  # one factor, where rounds are too alike to tell two apart
-            scale, fixed = float(np.sum(design[:, 0]) / np.sum(design[:, 0] ** 2)), 0.0
-        return self._replace(scale=float(scale), fixed=float(fixed))
+    def fitted(self, forwards: Sequence[Forwards], seconds: Sequence[float]) -> "RoundCost":
+        """With both factors and ``fixed``, none negative, fitted to a few real rounds: least squares, relative.
+
+        Args:
+          forwards: of each round, from ``forwards``.
+          seconds: that it took.
+        """
+        design = np.array([(*bare, 1.0) for bare in forwards]) / np.asarray(seconds, float)[:, None]
+        # Each column by its size, so that a tolerance means the same for a factor and for seconds.
+        sizes = np.maximum(np.linalg.norm(design, axis=0), np.finfo(float).tiny)
+        found = optimize.nnls(design / sizes, np.ones(len(design)))[0] / sizes
+        return self._replace(**dict(zip(("target_factor", "draft_factor", "fixed"), map(float, found))))

@@ -80,7 +80,8 @@ def rank_trace(
       batch_size: prompts decoded together.
 
     Raises:
-      ValueError: as ``generate``, and for drafts that cannot be replayed.
+      ValueError: as ``generate``, and for drafts that cannot be replayed: other modes, heads on the target's hidden
+        states, and Drafters, which bring trees of their own, perhaps sampled, or merged with nodes dropped.
     """
     if draft_mode not in MODES:
         raise ValueError(f"draft_mode {draft_mode!r} cannot be replayed exactly; expected one of {', '.join(MODES)}")

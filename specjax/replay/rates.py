@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from scipy import special
 
 from specjax.laws import LAWS, gumbel_noise
 from specjax.replay.ranks import RankTrace
@@ -292,7 +293,8 @@ def _interval(hits: np.ndarray, tries: np.ndarray) -> tuple[np.ndarray, np.ndarr
     plain = rates * (1 - rates) / total
     between = np.sum((hits - rates * tries[:, None]) ** 2, 0) * prompts / max(prompts - 1, 1) / total**2
     worse = np.maximum(1, np.divide(between, plain, out=np.ones_like(plain), where=plain > 0))
-    trials, z = total / worse, 1.96
+    # What is known of the spread rests on as many prompts, hence Student's quantile; of one prompt nothing is known.
+    trials, z = total / worse, float(special.stdtrit(prompts - 1, 0.975)) if prompts > 1 else 1.96
     middle = (rates + z**2 / (2 * trials)) / (1 + z**2 / trials)
     half = z / (1 + z**2 / trials) * np.sqrt(np.maximum(rates * (1 - rates), 0) / trials + z**2 / (4 * trials**2))
     # Rounding must not push an end past the rate itself, where that is 0 or 1.

@@ -60,7 +60,7 @@ def record(
       options: warp, draft_warp, max_new_tokens and eos_ids, as in ``generate``.
 
     Raises:
-      ValueError: as ``generate``, and for drafts that are not models.
+      ValueError: as ``generate``, and for drafts that are no models, or heads.
     """
     if isinstance(drafts, Model) or not isinstance(drafts, Sequence) or not drafts:
         raise ValueError("a trace needs drafts=[model, ..], the models whose trees are to be replayed")

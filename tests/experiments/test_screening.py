@@ -79,3 +79,13 @@ def test_what_no_trace_fixes_is_refused(sweep, capsys):
     assert "decode: only static trees of SSMs, alone or merged whole, can be replayed" in said
     assert "decode.draft_mode: only top_k and shared_gumbel can be replayed" in said
     assert "multi_step cannot be replayed exactly at temperature 1" in said
+
+
+def test_heads_are_not_replayed(zoo, tmp_path, capsys):
+    (tmp_path / "heads").mkdir()
+    (tmp_path / "heads" / "config.json").write_text('{"model_type": "specjax_medusa"}')
+    lines = [f'models.drafts=["{tmp_path / "heads"}"]', 'decode.drafts=["heads"]', "decode.tree=[2]"]
+    path = tmp_path / "config.toml"
+    path.write_text(f'[run]\nname = "tiny"\nmeasure = "replay"\n[models]\ntarget = "{zoo / "target"}"\n')
+    assert run.main([str(path), *(word for line in lines for word in ("--set", line))]) == 2
+    assert "heads read the target's hidden states" in capsys.readouterr().err

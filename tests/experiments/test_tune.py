@@ -8,8 +8,9 @@ import pytest
 import specjax as sj
 from experiments import search, tune
 from experiments.search import schedules
+from experiments.tuner import KINDS, Confirmed
 from specjax.models import DecoderConfig
-from specjax.replay import DEVICES, Latency, RankTrace, RoundCost, roofline
+from specjax.replay import DEVICES, Forwards, Latency, RankTrace, RoundCost, roofline
 
 LLAMA = DecoderConfig(
     vocab_size=32_000,
@@ -54,16 +55,30 @@ def tuned(zoo, tmp_path):
 
 def test_a_run_confirms_the_best_of_each_kind(tuned):
     records = json.loads((tuned / "confirmed.json").read_text())
-    assert {record["kind"] for record in records} == set(tune.KINDS)
+    assert {record["kind"] for record in records} == set(KINDS)
     assert all(record["steps_agree"] and record["measured_ms"] > 0 for record in records)
     assert all(record["tokens_per_step"] > 1.8 for record in records if record["kind"] != "incremental")
     report = (tuned / "report.md").read_text()
-    assert "Median error of predicted ms/token" in report
+    assert "Verify steps of every prompt as replayed: " in report
     assert "(modelled)" in report
     assert (tuned / "predicted.png").stat().st_size > 10_000
     curve = Latency.load(tuned / "latency_target.json")
     assert curve.source.startswith("measured on")
     assert np.all(curve.seconds > 0)
+
+
+def test_errors_are_of_what_was_not_fitted_to():
+    """Errors of 10% and 30% beside a probe that is right by construction."""
+    method = search.Candidate("chain", "<1>", sj.Topology.from_schedule((1,)), (0,), 1.5, np.array([3]))
+    found = [
+        Confirmed(method, 1, predicted, 10.0, steps_agree, fresh)
+        for predicted, steps_agree, fresh in ((11.0, True, True), (7.0, False, True), (10.0, True, False))
+    ]
+    errors, steps = tune.verdict(found, near_ties=4)
+    assert "over 2 decoded methods" in errors
+    assert "20.0% (largest 30.0%)" in errors
+    assert steps == "Verify steps of every prompt as replayed: 2 of 3 methods; 4 near ties in the texts."
+    assert "no prediction was put to the test" in tune.verdict(found[2:], 0)[0]
 
 
 def test_every_schedule_is_there_once():
@@ -120,11 +135,21 @@ def test_curves_are_linear_between_their_points_and_beyond():
 
 def test_overheads_are_fitted_to_rounds():
     curve = Latency("measured on paper", (1,), (1, 2), (128,), np.array([[[1.0], [2.0]]]))
-    cost = RoundCost(curve, (curve,)).fitted([1.0, 4.0, 9.0], [1.7, 5.3, 11.3])
-    assert (cost.scale, cost.fixed) == (pytest.approx(1.2), pytest.approx(0.5))
-    assert cost(search.shape_of((1, 1)), (0,), batch=1, context=128) == pytest.approx(0.5 + 1.2 * (3 + 3 + 1))
-    alone = RoundCost(curve, (curve,)).fitted([1.0, 4.0], [1.0, 8.0])
-    assert alone.fixed == 0
+    bare = [Forwards(1.0, 0.0), Forwards(4.0, 2.0), Forwards(9.0, 3.0), Forwards(9.0, 8.0)]
+    cost = RoundCost(curve, (curve,)).fitted(bare, [0.5 + 1.2 * one.target + 2 * one.drafts for one in bare])
+    assert cost[2:] == pytest.approx((1.2, 2.0, 0.5))
+    assert cost(search.shape_of((1, 1)), (0,), batch=1, context=128) == pytest.approx(0.5 + 1.2 * 3 + 2 * (3 + 1))
+    # What grows faster than the forwards has no overhead, and incremental decoding alone tells nothing of drafts.
+    assert RoundCost(curve, (curve,)).fitted(bare[:2], [1.0, 8.0]).fixed == 0
+    assert RoundCost(curve, (curve,)).fitted(bare[:1], [2.0])(search.shape_of((1,)), (), batch=1, context=128) > 0
+
+
+def test_rounds_of_a_batch():
+    """Prompts of 3, 5, 1 and 2 verify steps, two at a time: the longer one of each pair, or half of all."""
+    steps = np.array([[3, 5, 1, 2], [1, 1, 1, 1]])
+    assert search.batch_rounds(steps, 2, finished_rows_wait=True).tolist() == [7, 2]
+    assert search.batch_rounds(steps, 3, finished_rows_wait=True).tolist() == [7, 2]
+    assert search.batch_rounds(steps, 2, finished_rows_wait=False).tolist() == [5.5, 2]
 
 
 @pytest.mark.parametrize(

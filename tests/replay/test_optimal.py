@@ -1,5 +1,7 @@
 """The dynamic program against every tree there is."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -42,6 +44,29 @@ def test_it_equals_brute_force_for_every_size(depth, ranks):
             tree = optimum.topology(nodes)
             assert tree.shape.num_nodes <= nodes
             assert expected_tokens(tree, table) == pytest.approx(best[place], abs=1e-12)
+
+
+def test_it_equals_brute_force_over_all_shapes_of_eight_nodes():
+    """Rates that fall with the rank, so that no rank is left out: every ordered tree of up to 8 nodes, 626 in all."""
+
+    def shapes(nodes: int) -> list[list[tuple[int, ...]]]:  # forests of so many nodes, as paths
+        if not nodes:
+            return [[]]
+        found = []
+        for first in range(1, nodes + 1):
+            for below, rest in itertools.product(shapes(first - 1), shapes(nodes - first)):
+                found.append([(0,), *((0, *path) for path in below), *((path[0] + 1, *path[1:]) for path in rest)])
+        return found
+
+    rng = np.random.default_rng(0)
+    table = -np.sort(-rng.dirichlet([0.4] * 8, 7)[:, :7], axis=1)
+    optimum, counted, best = optimal_trees(table, 8), 0, 0.0
+    for nodes in range(1, 9):
+        trees = shapes(nodes - 1)
+        counted += len(trees)
+        best = max([best, *(by_hand(paths, table) for paths in trees)])
+        assert optimum.expected[nodes - 1] == pytest.approx(best, abs=1e-12)
+    assert counted == 626  # Catalan numbers 1, 1, 2, 5, 14, 42, 132 and 429
 
 
 def test_no_schedule_of_its_size_is_better():

@@ -8,7 +8,15 @@ import pytest
 import specjax as sj
 from specjax.exact import expected_acceptance
 from specjax.laws import LAWS
-from specjax.replay import calibrate, estimate_tokens_per_step, rank_trace, rate_trace, tokens_per_step
+from specjax.replay import (
+    RankTrace,
+    RateTrace,
+    calibrate,
+    estimate_tokens_per_step,
+    rank_trace,
+    rate_trace,
+    tokens_per_step,
+)
 from specjax.replay.rates import CONTAINING
 from specjax.testing import table_model
 from tests.helpers import context, prompts_of
@@ -129,6 +137,40 @@ def test_calibration_counts_ranks_by_depth():
         np.testing.assert_allclose(found.rates[depth], hits / tried)
     assert np.all((found.low <= found.rates) & (found.rates <= found.high))
     assert np.all(found.high - found.low > 0)
+
+
+@pytest.mark.parametrize(("prompts", "alike"), [(24, 0), (24, 8), (5, 0), (5, 8)])
+def test_intervals_and_standard_errors_cover(prompts, alike):
+    """Of 300 simulated traces, whether or not the tokens of a prompt are alike, and with few prompts."""
+    rng = np.random.default_rng(prompts + alike)
+    law, tokens, times = np.array([0.6, 0.15, 0.05, 0.2]), 41, 300  # of ranks 0 to 2 and of none
+
+    def ranks(prompts: int) -> np.ndarray:
+        own = rng.dirichlet(alike * law, prompts) if alike else np.tile(law, (prompts, 1))
+        return np.sum(rng.random((prompts, tokens, 1)) > np.cumsum(own, 1)[:, None, :3], axis=2).astype(np.int32)
+
+    def trace(ranks: np.ndarray) -> RankTrace:
+        near = np.zeros(ranks.shape, bool)
+        return RankTrace(np.zeros_like(ranks), np.full(len(ranks), tokens), ranks[None], near[None], near)
+
+    whole = trace(ranks(20_000))
+    truth = calibrate(whole, depth=2, most_draws=3).rates
+    rate = tokens_per_step(whole, [(2, 2)])[0]
+    covered, within, errors = np.zeros((2, 3)), 0, []
+    for _ in range(times):
+        part = trace(ranks(prompts))
+        found = calibrate(part, depth=2, most_draws=3)
+        covered += (found.low <= truth) & (truth <= found.high)
+        # As a rate trace of draws without chance in them.
+        hits = part.ranks[0][..., None, None] == np.arange(2)
+        chances = RateTrace(part.tokens, part.lengths, np.tile(hits, (2, 1)).astype(np.float32), hits[:, :, 0] * 1.0)
+        mean, error = (float(field[0]) for field in estimate_tokens_per_step(chances, [(2, 2)]))
+        within += abs(mean - rate) < 2 * error
+        errors.append((mean - rate, error))
+    assert np.all(covered / times > 0.9)
+    deviations, stated = np.array(errors).T
+    assert np.sqrt(np.mean(stated**2)) == pytest.approx(np.std(deviations), rel=0.15)
+    assert within / times > (0.88 if prompts > 20 else 0.82)  # two standard errors; of five prompts, Student's
 
 
 @pytest.mark.parametrize(
