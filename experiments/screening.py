@@ -9,7 +9,7 @@ import numpy as np
 import specjax as sj
 from experiments import config, sweep
 from experiments.config import ConfigError
-from experiments.search import schedules
+from experiments.search import schedules, shape_of
 from experiments.sweep import Cell, Experiment
 from specjax.replay import RankTrace, rank_trace, rounds, tokens_per_step
 from specjax.replay.ranks import MODES
@@ -57,7 +57,7 @@ class Screening:
         """The cells, and for each set of drafts and warp among them the schedules that accept most.
 
         Of all schedules of at most ``run.screen_nodes`` nodes, ``run.screen`` are replayed, evenly chosen where there
-        are more, and the ``run.confirm`` with the most tokens per step become cells.
+        are more, and the ``run.confirm`` with the most tokens per step become cells, of equals the smallest.
         """
         found = {cell.id: cell for cell in cells}
         groups = {}
@@ -70,7 +70,8 @@ class Screening:
             every = list(schedules(run.screen_nodes))
             chosen = [every[at] for at in np.unique(np.linspace(0, len(every) - 1, run.screen).astype(int))]
             rates = tokens_per_step(self.trace(cell.config), chosen)
-            for index in np.argsort(-rates, kind="stable")[: run.confirm]:
+            nodes = [shape_of(schedule).num_nodes for schedule in chosen]
+            for index in np.lexsort((nodes, -rates))[: run.confirm]:
                 decode = dataclasses.replace(cell.config.decode, tree=chosen[index])
                 own = dataclasses.replace(cell.config, decode=decode)
                 found.setdefault(config.digest(own), Cell(config.digest(own), own, "screened: "))

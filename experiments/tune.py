@@ -65,7 +65,7 @@ def _tune(tuning: Tuning, directory: pathlib.Path, screen: Console) -> None:
         title = f"{HERE}, batch {batch}, cache of {bench.capacity} rows (measured; rounds: {cost.target_factor:.2f} x "
         title += f"target + {cost.draft_factor:.2f} x drafts + {1e3 * cost.fixed:.2f} ms)"
         lines += _report(title, choices, bench, {id(item.candidate): item for item in own}, screen)
-        screen.print(verdict(own, bench.trace.near_ties)[0], highlight=False)
+        screen.print(f"Batch {batch}: {verdict(own, bench.trace.near_ties)[0]}", highlight=False)
     for name in tune.devices:
         modelled = _modelled_cost(tuning, name)
         for batch, context in itertools.product(tune.batch_sizes, tune.contexts):
