@@ -57,7 +57,8 @@ zip.decode.draft_mode = ["iid"]
 zip.decode.verifier = ["multi_step"]
 [[sweep]]
 product.decode.drafts = [["prompt_lookup", "far"]]
-product.decode.combine = ["union", "first"]
+zip.decode.combine = ["union", "first"]
+zip.decode.capacity = [9, 0]
 product.decode.builder = ["expand_and_rerank"]
 product.decode.lookup.min_match = [1]
 product.decode.dynamic.nodes = [4]
@@ -159,15 +160,17 @@ def test_what_is_recorded_is_what_the_library_does(sweep, zoo):
         first = rows[0]
         tree = first["decode.tree"]
         if first["decode.builder"] == "expand_and_rerank":
-            between = {"union": "+", "first": "or"}[first["decode.combine"]]
-            assert (first["method"], tree) == (f"copy(3x7) {between} expand_and_rerank(6x2:4)", [])
+            name = {"union": "copy(3x7) + {} to 9", "first": "copy(3x7) or {}"}[first["decode.combine"]]
+            assert (first["method"], tree) == (name.format("expand_and_rerank(6x2:4)"), [])
             tree = sj.draft.expand_and_rerank(width=6, depth=2, nodes=4)
         elif tree:
             tree = tuple(tree) if isinstance(tree[0], int) else sj.Topology.from_paths(tree)
         sources = {**MODELS, "prompt_lookup": sj.draft.prompt_lookup(256, length=7, min_match=1)}
         drafts = [sources[name] for name in first["decode.drafts"]]
-        if first["decode.combine"] == "first":
-            drafts, tree = [sj.draft.first_of([drafts[0], tree(drafts[1], "deterministic")])], None
+        if "prompt_lookup" in first["decode.drafts"]:
+            parts = [drafts[0], tree(drafts[1], "deterministic")]
+            union = first["decode.combine"] == "union"
+            drafts, tree = [sj.draft.ensemble(parts, capacity=9) if union else sj.draft.first_of(parts)], None
         result = sj.generate(
             TARGET,
             [tokenizer.encode(PROMPTS[row["prompt"]]).ids for row in rows],
