@@ -46,7 +46,7 @@ lint: $(INSTALLED) $(VENV)/.group-lint  ## check style and types
 
 notebooks: $(INSTALLED) $(VENV)/.group-docs  ## run the notebooks, two at a time; what they show goes to build/notebooks
 	@rm -rf build/notebooks && mkdir -p build/notebooks && cp notebooks/*.ipynb build/notebooks
-	ls build/notebooks/*.ipynb | xargs -n 1 -P 2 $(VENV)/bin/jupyter execute --inplace --timeout=300
+	ls build/notebooks/*.ipynb | xargs -n 1 -P 2 $(VENV)/bin/jupyter execute --inplace --timeout=600
 
 docs: $(INSTALLED) $(VENV)/.group-docs  ## build the documentation into build/docs, with the notebooks as they were last run
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going docs build/docs

@@ -2,10 +2,9 @@
 
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pandas as pd
@@ -13,39 +12,33 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import specjax as sj
-from experiments import metrics
+from experiments import metrics, trace
 from experiments.config import REPOSITORY
-from specjax import decode
 from specjax.request import prepare
-from specjax.sampling import fold_in
-from specjax.types import RoundKeys
 
 # Weight and fill say the same as colour, for print and for eyes that see few colours.
 ACCEPTED, EDGE = "#0072B2", "#999999"
 EXAMPLE = "def fib(n):\n    if n < 2:\n        return"
 
 
-def frame(tree: sj.TokenTree, labels: Sequence[str], accepted: Iterable[int] = ()) -> pd.DataFrame:
-    """One unbatched tree as a table: columns slot, parent (-1 for the root), depth, label, accepted.
+def frame(nodes: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> pd.DataFrame:
+    """A round's tree as a table: columns slot, parent (-1 for the root), depth, label, accepted (the root always is).
 
     Args:
-      tree: a drafted tree; padding is left out, and slots are numbered anew.
-      labels: [N] what to write at each slot of it.
-      accepted: slots on the accepted path; the root always is.
+      nodes: of one round of ``experiments.trace.rounds``; slots are numbered anew, without those that hold nothing.
+      labels: what to write at each.
     """
-    kept = np.flatnonzero(np.asarray(tree.valid)).tolist()
-    place = {slot: number for number, slot in enumerate(kept)} | {-1: -1}
-    on_path = {0, *map(int, accepted)}
+    place = {node["slot"]: number for number, node in enumerate(nodes)} | {-1: -1}
     return pd.DataFrame(
         [
             {
                 "slot": number,
-                "parent": place[int(tree.parents[slot])],
-                "depth": int(tree.depths[slot]),
-                "label": labels[slot],
-                "accepted": slot in on_path,
+                "parent": place[node["parent"]],
+                "depth": node["depth"],
+                "label": label,
+                "accepted": node["accepted"] or number == 0,
             }
-            for number, slot in enumerate(kept)
+            for number, (node, label) in enumerate(zip(nodes, labels, strict=True))
         ]
     )
 
@@ -127,33 +120,6 @@ def mask(nodes: pd.DataFrame) -> Figure:
     return figure
 
 
-def first_round(
-    target: sj.Model, drafts: Sequence[sj.Model], prompt: Sequence[int], **arguments: Any
-) -> tuple[sj.TokenTree, list[int], list[int]]:
-    """The tree that is drafted first behind a prompt, and what becomes of it.
-
-    Args:
-      target, drafts, prompt, arguments: as in ``specjax.generate``, for one prompt.
-
-    Returns:
-      (tree, slots, tokens): the unbatched tree, the slots of its accepted nodes, and the emitted tokens.
-    """
-    plan = prepare(target, [prompt], drafts=drafts, **arguments)
-    state = plan.start()
-    keys = RoundKeys(
-        fold_in(state.streams.draft, state.lengths),
-        fold_in(state.streams.path, state.lengths),
-        state.streams.emit,
-        state.lengths,
-    )
-    roots = state.tokens[jnp.arange(1), state.lengths - 1]
-    drafted, _ = jax.jit(plan.spec.draft_propose)(plan.params.drafter, keys, state.drafter, roots, state.draft_warp)
-    _, info = decode.run_round(plan.spec, plan.params, state)
-    accepted, emitted = int(info.accepted[0]), int(info.emission.counts[0])
-    slots = np.asarray(info.emission.path[0])[1 : accepted + 1].tolist()
-    return jax.tree.map(lambda field: field[0], drafted), slots, info.emission.tokens[0, :emitted].tolist()
-
-
 def written(tokenizer, tokens: Iterable[int]) -> list[str]:
     """Tokens as they are to be read in a drawing: quoted, so that spaces and line breaks show."""
     return [repr(tokenizer.decode([token])) for token in tokens]
@@ -183,10 +149,10 @@ def main() -> int:
     """Write docs/images/tree.png and docs/images/mask.png."""
     zoo, images = REPOSITORY / "experiments/zoo", REPOSITORY / "docs/images"
     tokenizer = sj.load_tokenizer(zoo / "target")
+    target, ssm = sj.load_model(zoo / "target"), sj.load_model(zoo / "ssm_a")
     prompt = tokenizer.encode(EXAMPLE).ids
-    models = sj.load_model(zoo / "target"), [sj.load_model(zoo / "ssm_a")]
-    drafted, accepted, _ = first_round(*models, prompt, tree=(3, 2, 1, 1))
-    nodes = frame(drafted, written(tokenizer, np.asarray(drafted.tokens).tolist()), accepted)
+    _, (first, *_), _ = trace.rounds(prepare(target, [prompt], drafts=[ssm], tree=(3, 2, 1, 1), max_new_tokens=6))
+    nodes = frame(first["nodes"], written(tokenizer, (node["token"] for node in first["nodes"])))
     for name, figure in (("tree", tree(nodes)), ("mask", mask(nodes))):
         figure.savefig(images / f"{name}.png", dpi=130)
     return 0

@@ -4,22 +4,20 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import specjax as sj
 from experiments import drawings, plots
 
 
 @pytest.fixture
 def nodes():
-    """A root, two children, and one below the first, which was accepted with its parent."""
-    tree = sj.Topology.from_paths([[0], [1], [0, 0]])
-    return drawings.frame(tree, ["'a'", "'b'", "'c'", "'d'"], accepted=[1, 2])
+    """A root, two children, and one below the first, which was accepted with its parent; slot 2 holds nothing."""
+    found = [(0, -1, 0, False), (1, 0, 1, True), (3, 1, 2, True), (4, 0, 1, False)]
+    names = ("slot", "parent", "depth", "accepted")
+    return drawings.frame([dict(zip(names, node)) for node in found], ["'a'", "'b'", "'c'", "'d'"])
 
 
-def test_a_padded_tree_is_drawn_without_its_padding(nodes):
-    tree = sj.Topology.from_paths([[0], [1], [0, 0]])
-    padded = tree.pad(sj.common_shape([tree, sj.Topology.from_schedule((3, 2, 1))]))
-    labels = ["'a'", "'b'", "'c'", "'d'", *"......"]
-    pd.testing.assert_frame_equal(drawings.frame(padded, labels, accepted=[1, 2]), nodes)
+def test_a_drawing_numbers_nodes_without_the_slots_that_hold_nothing(nodes):
+    assert nodes.slot.tolist() == [0, 1, 2, 3]
+    assert nodes.parent.tolist() == [-1, 0, 1, 0]
     assert nodes.accepted.tolist() == [True, True, True, False]
 
 
