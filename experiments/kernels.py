@@ -218,7 +218,7 @@ def check_loop(target: Target, head_dim: int) -> tuple[str, list[str]]:
     sharding = target.sharding()
     with target.device():
         plan = prepare(model, [[1]] * batch, drafts=[draft], tree=(3, 2, 1, 1), max_new_tokens=4000)
-        state = jax.eval_shape(functools.partial(decode.start, plan.spec), plan.params, *plan.inputs)
+        state = jax.eval_shape(functools.partial(decode.run_start, plan.spec), plan.params, *plan.inputs)
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), (plan.params, state)
         )

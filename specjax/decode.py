@@ -11,7 +11,7 @@ from jax import lax
 
 from specjax import prefill
 from specjax.mask import ancestor_mask
-from specjax.sampling import Streams, Warp, fold_in, sample_at
+from specjax.sampling import Streams, Warp, argmax, fold_in, sample_at
 from specjax.tree import TokenTree
 from specjax.types import Acceptance, Emission, Forward, PyTree, RoundKeys, TreeMask
 
@@ -85,7 +85,64 @@ class RoundInfo(NamedTuple):
     proposers: jax.Array  # [B, D] uint32, as in ``Rounds``, of the accepted tokens; 0 behind them
 
 
-def start(
+_streams = jax.jit(Streams.from_seeds)
+
+
+@jax.jit
+def _at(rows: jax.Array, places: jax.Array) -> jax.Array:
+    """The rows [B, 1, D] of rows [B, T, D] at places [B]."""
+    return jnp.take_along_axis(rows, places[:, None, None], axis=1)
+
+
+@jax.jit
+def _first_tokens(logits: jax.Array, lengths: jax.Array, streams: Streams, warp: Warp) -> jax.Array:
+    sampled = lambda: sample_at(streams.emit, lengths, warp(logits))
+    return lax.cond(jnp.any(warp.temperature > 0), sampled, lambda: argmax(logits))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _begin(
+    draft_commit,
+    max_depth: int,
+    drafter_params: PyTree,
+    drafter: PyTree,
+    first: jax.Array,
+    last_hidden: jax.Array | None,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    budgets: jax.Array,
+    eos_ids: jax.Array,
+    streams: Streams,
+    warp: Warp,
+    draft_warp: Warp,
+) -> DecodeState:
+    """The state behind prefill, the first tokens [B] emitted; but for the target's cache, which is not copied."""
+    (batch, capacity), width = tokens.shape, max_depth + 1
+    state = DecodeState(
+        tokens=tokens,
+        lengths=lengths,
+        limits=lengths + budgets,
+        reasons=jnp.where(budgets > 0, RUNNING, LENGTH),
+        eos_ids=eos_ids,
+        streams=streams,
+        warp=warp,
+        draft_warp=draft_warp,
+        cache=None,
+        drafter=None,
+        rounds=Rounds(
+            jnp.zeros((batch, capacity), jnp.int32),
+            jnp.zeros((batch, capacity), jnp.int32),
+            jnp.zeros((batch, capacity, max_depth), jnp.int32),
+            jnp.zeros((batch, capacity), jnp.uint32),
+        ),
+    )
+    emitted = jnp.zeros((batch, width), jnp.int32).at[:, 0].set(first)
+    state, emission = _emit(state, emitted, jnp.ones_like(lengths), jnp.zeros((batch, width), jnp.int32))
+    # As after a round whose tree was the prompt's last token.
+    return dataclasses.replace(state, drafter=draft_commit(drafter_params, drafter, emission, last_hidden))
+
+
+def run_start(
     spec: Spec,
     params: Params,
     tokens: jax.Array,
@@ -98,6 +155,8 @@ def start(
 ) -> DecodeState:
     """Prefill prompts and emit each row's first token.
 
+    In several executables, so that those which take long to compile serve all drafters, trees and verifiers.
+
     Args:
       spec, params: what to run.
       tokens: [B, T] int32 right-padded prompts; T holds prompt and budget, and is a multiple of ``prefill.CHUNK``.
@@ -107,45 +166,26 @@ def start(
       seeds: [B] uint32.
       warp, draft_warp: [B] fields.
     """
-    batch, capacity = tokens.shape
-    logits, hidden, cache = prefill.prefill(
-        spec.forward,
-        params.target,
-        spec.init_cache(batch, capacity),
+    logits, hidden, cache = prefill.run_prefill(
+        spec.forward, spec.init_cache, params.target, tokens, lengths, keep_hidden=spec.reads_hidden
+    )
+    streams = _streams(seeds)
+    state = _begin(
+        spec.draft_commit,
+        spec.max_depth,
+        params.drafter,
+        spec.draft_init(params.drafter, tokens, lengths, hidden),
+        _first_tokens(logits, lengths, streams, warp),
+        None if hidden is None else _at(hidden, lengths - 1),
         tokens,
         lengths,
-        keep_hidden=spec.reads_hidden,
+        budgets,
+        eos_ids,
+        streams,
+        warp,
+        draft_warp,
     )
-    streams = Streams.from_seeds(seeds)
-
-    def sampled() -> jax.Array:
-        return sample_at(streams.emit, lengths, warp(logits))
-
-    first = lax.cond(jnp.any(warp.temperature > 0), sampled, lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32))
-    state = DecodeState(
-        tokens=tokens,
-        lengths=lengths,
-        limits=lengths + budgets,
-        reasons=jnp.where(budgets > 0, RUNNING, LENGTH),
-        eos_ids=eos_ids,
-        streams=streams,
-        warp=warp,
-        draft_warp=draft_warp,
-        cache=cache,
-        drafter=spec.draft_init(params.drafter, tokens, lengths, hidden),
-        rounds=Rounds(
-            jnp.zeros((batch, capacity), jnp.int32),
-            jnp.zeros((batch, capacity), jnp.int32),
-            jnp.zeros((batch, capacity, spec.max_depth), jnp.int32),
-            jnp.zeros((batch, capacity), jnp.uint32),
-        ),
-    )
-    width = spec.max_depth + 1
-    emitted = jnp.zeros((batch, width), jnp.int32).at[:, 0].set(first)
-    state, emission = _emit(state, emitted, jnp.ones_like(lengths), jnp.zeros((batch, width), jnp.int32))
-    # As after a round whose tree was the prompt's last token.
-    last = None if hidden is None else jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-    return dataclasses.replace(state, drafter=spec.draft_commit(params.drafter, state.drafter, emission, last))
+    return dataclasses.replace(state, cache=cache)
 
 
 def round(spec: Spec, params: Params, state: DecodeState) -> tuple[DecodeState, RoundInfo]:
@@ -286,6 +326,5 @@ def _emit(state: DecodeState, tokens: jax.Array, counts: jax.Array, path: jax.Ar
     return state, Emission(tokens, counts, path)
 
 
-run_start = jax.jit(start, static_argnums=0)
 run_round = jax.jit(round, static_argnums=0, donate_argnums=2)
 run_decode = jax.jit(decode, static_argnums=0, donate_argnums=2)

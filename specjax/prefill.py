@@ -1,5 +1,8 @@
 """Committing known tokens: a prompt, or what the last round emitted, fed to a model as a chain."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -88,3 +91,19 @@ def prefill(
     logits = jnp.zeros((len(lengths), shapes[0].shape[-1]), shapes[0].dtype)
     hidden = jnp.zeros((*tokens.shape, shapes[1].shape[-1]), shapes[1].dtype) if keep_hidden else None
     return lax.fori_loop(0, -(-jnp.max(lengths) // CHUNK), chunk, (logits, hidden, cache))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="keep_hidden")
+def run_prefill(
+    forward: Forward,
+    init_cache: Callable[[int, int], PyTree],
+    params: PyTree,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    before: jax.Array | None = None,
+    keep_hidden: bool = False,
+) -> tuple[jax.Array, jax.Array | None, PyTree]:
+    """``prefill`` of a new cache, compiled: once for a model, whatever is drafted and verified behind it."""
+    cache = init_cache(*tokens.shape)
+    return prefill(forward, params, cache, tokens, lengths, before=before, keep_hidden=keep_hidden)

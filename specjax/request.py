@@ -27,7 +27,7 @@ class Plan(NamedTuple):
 
     spec: decode.Spec
     params: decode.Params
-    inputs: tuple  # of decode.start
+    inputs: tuple  # of decode.run_start
     seeds: list[int]
 
     def start(self) -> decode.DecodeState:

@@ -146,7 +146,8 @@ class Verifier(NamedTuple):
 class Drafter(NamedTuple):
     """A draft source as pure functions over a batch, with the data they work on.
 
-    ``init(params, tokens [B, T], lengths [B], hidden) -> state`` reads right-padded prompts. ``propose(params, keys,
+    ``init(params, tokens [B, T], lengths [B], hidden) -> state`` reads right-padded prompts; it is called outside
+    ``jit``, so that what it compiles can serve other drafters. ``propose(params, keys,
     state, roots [B], warp) -> (TokenTree, state)`` drafts one tree per row; row i's tree depends on row i alone.
     ``commit(params, state, emission, hidden) -> state`` learns which tokens were emitted. It is called once before the
     first ``propose``, for the token that prefill emitted, and then after every round. Every array of the state has a

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax.request import prepare
 from specjax.testing import context_model
 from specjax.types import Model
 from tests.helpers import BOUNDS, context, prompts_of, row_kinds, tight_topology
@@ -114,6 +115,20 @@ def test_capacities_come_in_the_documented_buckets(compiled):
     traced.clear()
     sj.generate(target, prompts_of([5, 6]), max_new_tokens=10)
     assert traced
+
+
+def test_one_prefill_of_a_target_serves_all_trees_and_verifiers():
+    """What comes after the prompt does not change how it is read."""
+    target, traced = counting(context_model(13, 16))
+    ways = [
+        dict(),
+        dict(drafts=[context(1)], tree=(2, 1)),
+        dict(drafts=[context(1)], tree=(3, 2, 1), draft_mode="iid", verifier="multi_step"),
+    ]
+    for way in ways:
+        prepare(target, prompts_of([3]), max_new_tokens=4, **way).start()
+        assert bool(traced) == (way == {}), way
+        traced.clear()
 
 
 def test_models_of_one_architecture_share_compiled_code(compiled):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specjax as sj
-from specjax.sampling import Streams, check_warp, sample_at, stack_warps
+from specjax.sampling import Streams, argmax, check_warp, sample_at, stack_warps
 from specjax.testing import total_variation
 
 VOCAB = 8
@@ -130,6 +130,17 @@ def test_bad_warps_name_the_field(warp, message):
 def test_good_warps_pass():
     for warp in (sj.Warp(), sj.Warp(0), sj.Warp(0.5, 3, 0.5), sj.Warp(np.float32(0.5), np.int64(3))):
         check_warp(warp)
+
+
+@pytest.mark.parametrize("values", [[1, 3, 3, 2], [5, 5], [-np.inf, -np.inf], [-np.inf, -2, np.inf, np.inf], [7]])
+def test_argmax_takes_the_lowest_id_of_the_largest(values):
+    assert argmax(jnp.asarray(values, jnp.float32)) == np.argmax(values)
+
+
+def test_argmax_stays_in_the_vocabulary_whatever_it_is_given():
+    rows = jnp.asarray([[jnp.nan] * 3, [0, jnp.nan, 1]])
+    assert np.all((0 <= argmax(rows)) & (argmax(rows) < 3))
+    assert argmax(rows).dtype == jnp.int32
 
 
 def test_streams_differ_by_seed_and_by_purpose():

@@ -176,4 +176,4 @@ def _functions(members, may_rest: bool, depth: int):
         seconds = jax.vmap(lambda column: jnp.interp(batch, params.batches, column), 1)(params.seconds)
         return jnp.argmax(jnp.sum(jnp.where(running[:, None], gain, 0), axis=0) / seconds)
 
-    return init, (*([rest] if may_rest else []), *map(drafts, range(len(members)))), commit, choose
+    return jax.jit(init), (*([rest] if may_rest else []), *map(drafts, range(len(members)))), commit, choose

@@ -243,7 +243,7 @@ def _functions(members: tuple[_Members, ...], combine: Combine):
             for group, own, part in zip(members, params, state)
         )
 
-    return init, propose, commit
+    return jax.jit(init), propose, commit
 
 
 def _mapped(group: _Members, function: Callable, axes: tuple, out_axes: Any) -> Callable:

@@ -94,11 +94,10 @@ def model_drafter(
 @functools.cache
 def _functions(forward, init_cache, expand: Callable[..., TokenTree], max_depth: int, reads_hidden: bool):
     def init(params: SsmParams, tokens: jax.Array, lengths: jax.Array, hidden: jax.Array | None) -> SsmState:
-        batch, capacity = tokens.shape
+        batch = len(lengths)
         known = hidden if reads_hidden else None
         before = None if known is None else jnp.pad(known, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-        cache = init_cache(batch, capacity)
-        *_, cache = prefill.prefill(forward, params.model, cache, tokens, lengths, before=before)
+        *_, cache = prefill.run_prefill(forward, init_cache, params.model, tokens, lengths, before=before)
         return SsmState(cache, jnp.zeros((batch, max_depth + 1), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def propose(

@@ -32,30 +32,24 @@ _DTYPE_NAMES = ("float32", "bfloat16", "float16")
 type Placement = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
 
-def _is_transposed(path: tuple[Any, ...]) -> bool:
-    # Hugging Face stores W of x @ W.T; here a kernel is W of x @ W.
-    return path[-1] == "kernel"
-
-
 class _Parameter(NamedTuple):
     """A parameter of an architecture, and the tensor that holds it in files."""
 
     path: tuple[Any, ...]
     leaf: Any  # with a shape instead of a value
     name: str
-    shape: tuple[int, ...]  # in files
+    shape: tuple[int, ...]
 
 
 def _parameters(config: DecoderConfig) -> list[_Parameter]:
     def describe(path: tuple[Any, ...], leaf: Any) -> _Parameter:
-        shape = leaf.shape[::-1] if _is_transposed(path) else leaf.shape
-        return _Parameter(path, leaf, tensor_name(config, path), tuple(shape))
+        return _Parameter(path, leaf, tensor_name(config, path), tuple(leaf.shape))
 
     return [describe(path, leaf) for path, leaf in nnx.to_flat_state(abstract_decoder(config)[1])]
 
 
 def stored_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of an architecture by its Hugging Face name, in the shape it has in files."""
+    """Every tensor of an architecture by its Hugging Face name, and its shape."""
     return {parameter.name: parameter.shape for parameter in _parameters(config)}
 
 
@@ -139,8 +133,8 @@ def load_model(
       attention: the tree attention to use, the name of an implementation or a function of the same signature; None
         picks one for the device. A named one that cannot run raises when the model does.
       dtype: what the weights and the cache are kept in, whatever they are stored in.
-      sharding: of every parameter, or a function from a parameter's Hugging Face name and its shape here (matrices are
-        [inputs, outputs]) to its sharding; None is the default device. Meshes whose axes are Auto leave the sharding of
+      sharding: of every parameter, or a function from a parameter's Hugging Face name and its shape (matrices are
+        [outputs, inputs]) to its sharding; None is the default device. Meshes whose axes are Auto leave the sharding of
         everything else to the compiler.
 
     Raises:
@@ -167,7 +161,6 @@ def load_model(
 
     def place(short: str, parameter: _Parameter) -> jax.Array:
         value = stored[short].read(directory)
-        value = value.T if _is_transposed(parameter.path) else value
         where = sharding_of(config, parameter.path, value.shape, sharding)
         # Copied into the order and dtype of a device's memory here, for jax's own conversions keep more copies.
         with np.errstate(over="ignore"):
@@ -217,13 +210,8 @@ def save_model(
     Raises:
       ValueError: a dtype that cannot be stored, or an architecture that no family has.
     """
-    leaves = {tensor_name(config, key): (key, leaf) for key, leaf in nnx.to_flat_state(params)}
-
-    def value(name: str) -> np.ndarray:
-        key, leaf = leaves[name]
-        host = np.asarray(leaf[...])
-        return host.T if _is_transposed(key) else host
-
+    leaves = {tensor_name(config, key): leaf for key, leaf in nnx.to_flat_state(params)}
+    value = lambda name: np.asarray(leaves[name][...])
     save_tensors(
         path, config, value, eos_ids=eos_ids, tokenizer=tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes
     )

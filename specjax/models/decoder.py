@@ -24,14 +24,14 @@ def _normal(rngs: nnx.Rngs, *shape: int, scale: float = _INIT_SCALE) -> nnx.Para
 
 
 class Projection(nnx.Module):
-    """x @ kernel (+ bias)."""
+    """x @ weight.T (+ bias), the weight [outputs, inputs] as in files."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, rngs: nnx.Rngs, scale: float = _INIT_SCALE):
-        self.kernel = _normal(rngs, inputs, outputs, scale=scale)
+        self.weight = _normal(rngs, outputs, inputs, scale=scale)
         self.bias = nnx.Param(jnp.zeros((outputs,), jnp.float32)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        out = product(x, self.kernel[...])
+        out = product(x, self.weight[...])
         return out if self.bias is None else out + self.bias[...]
 
 
@@ -92,7 +92,7 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The parameters, named as Llama's in Hugging Face; matrices are stored so that they multiply as x @ W."""
+    """The parameters, named and laid out as Llama's in Hugging Face."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         hidden, embed = config.hidden_size, config.embed_size or config.hidden_size
@@ -224,7 +224,7 @@ def decoder_functions(config: DecoderConfig, attention: str | TreeAttention | No
 
     def head(params: nnx.State, hidden: jax.Array) -> jax.Array:
         decoder = nnx.merge(graph, params)
-        return product(hidden, decoder.embed_tokens[...].T) if decoder.lm_head is None else decoder.lm_head(hidden)
+        return product(hidden, decoder.embed_tokens[...]) if decoder.lm_head is None else decoder.lm_head(hidden)
 
     def forward(
         params: nnx.State,

@@ -88,7 +88,7 @@ def init_eagle(
         else jnp.sqrt(jnp.mean(jnp.square(rows).reshape(-1, config.hidden_size), axis=0))
         for rows in (embedded, hidden)
     ]
-    module.fc.kernel.set_value(module.fc.kernel[...] / jnp.concatenate(sizes)[:, None])
+    module.fc.weight.set_value(module.fc.weight[...] / jnp.concatenate(sizes))
     module.norm.scale.set_value(sizes[1])
     return nnx.state(module)
 

@@ -22,7 +22,7 @@ HEAD, PREFIX = "lm_head.weight", "model."
 def tensor_name(config: DecoderConfig, path: tuple[Any, ...]) -> str:
     """The Hugging Face name of the parameter at a path of ``Decoder``, with the prefix that a causal model's has."""
     parts = [str(part) for part in path]
-    if parts[-1] in ("kernel", "scale"):
+    if parts[-1] == "scale":
         parts[-1] = "weight"
     elif parts[-1].startswith("embed_"):
         parts.append("weight")

@@ -71,7 +71,7 @@ def save_heads(
 ) -> None:
     """Write draft heads as a directory that ``load_heads`` reads back; its files of these names are replaced.
 
-    Tensors are named by their path among the parameters, and stored as they multiply (x @ W).
+    Tensors are named by their path among the parameters; matrices are [outputs, inputs].
 
     Args:
       path: the directory; made if it is missing.

@@ -62,7 +62,7 @@ def init_medusa(config: MedusaConfig, target: Model) -> PyTree:
     for head in module.heads:
         if head.projection is not None:
             assert target.head is not None
-            head.projection.kernel.set_value(target.head(target.params, jnp.eye(config.hidden_size)))
+            head.projection.weight.set_value(target.head(target.params, jnp.eye(config.hidden_size)).T)
     return nnx.state(module)
 
 

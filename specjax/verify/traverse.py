@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.sampling import Warp, sample_at
+from specjax.sampling import Warp, argmax, sample_at
 from specjax.tree import TokenTree
 from specjax.types import Acceptance, Draws, NodeRule, RoundKeys
 
@@ -53,7 +53,7 @@ def traverse(rule: Callable[..., jax.Array], *, takes_laws: bool = False) -> Cal
 
         def greedy(walk: _Walk) -> jax.Array:
             # An exact rule's law averages to the target's, so at temperature 0 it is the argmax, whatever was drawn.
-            return jnp.argmax(logits[rows, walk.node], axis=-1).astype(jnp.int32)
+            return argmax(logits[rows, walk.node])
 
         def step(walk: _Walk) -> _Walk:
             token = lax.cond(sampled, emit, greedy, walk)

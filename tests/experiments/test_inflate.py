@@ -84,7 +84,7 @@ def test_added_weights_are_not_left_out_of_the_work(tmp_path):
     params = sj.load_model(tmp_path / "large").params
     for layer in params["layers"].values():
         for projection in (layer["self_attn"]["q_proj"], layer["mlp"]["gate_proj"], layer["mlp"]["up_proj"]):
-            assert np.all(np.asarray(projection["kernel"][...]) != 0)
+            assert np.all(np.asarray(projection["weight"][...]) != 0)
 
 
 @pytest.mark.parametrize(

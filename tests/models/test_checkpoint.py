@@ -299,8 +299,8 @@ def test_bfloat16_is_read_bit_exactly(tmp_path, mixed):
         np.asarray(kept["embed_tokens"][...]).view(np.uint16), weights["model.embed_tokens.weight"].view(np.uint16)
     )
     np.testing.assert_array_equal(
-        np.asarray(kept["layers"][1]["mlp"]["down_proj"]["kernel"][...]).view(np.uint16),
-        weights["model.layers.1.mlp.down_proj.weight"].T.view(np.uint16),
+        np.asarray(kept["layers"][1]["mlp"]["down_proj"]["weight"][...]).view(np.uint16),
+        weights["model.layers.1.mlp.down_proj.weight"].view(np.uint16),
     )
 
 

@@ -42,7 +42,7 @@ def hugging_face_tensors(params) -> dict[str, np.ndarray]:
     made = {
         "model.embed_tokens.weight": params["embed_tokens"],
         "model.norm.weight": params["norm"]["scale"],
-        "lm_head.weight": params["lm_head"]["kernel"][...].T,
+        "lm_head.weight": params["lm_head"]["weight"][...],
     }
     for i in range(CONFIG.num_layers):
         layer, at = params["layers"][i], f"model.layers.{i}"
@@ -50,7 +50,7 @@ def hugging_face_tensors(params) -> dict[str, np.ndarray]:
         made[f"{at}.post_attention_layernorm.weight"] = layer["post_attention_layernorm"]["scale"]
         for part, names in (("self_attn", "qkvo"), ("mlp", ("gate", "up", "down"))):
             for name in names:
-                made[f"{at}.{part}.{name}_proj.weight"] = layer[part][f"{name}_proj"]["kernel"][...].T
+                made[f"{at}.{part}.{name}_proj.weight"] = layer[part][f"{name}_proj"]["weight"][...]
     return {name: np.asarray(value[...]) for name, value in made.items()}
 
 
@@ -150,8 +150,8 @@ def test_only_the_requested_rows_have_logits():
     np.testing.assert_allclose(some.logits[0], everything.logits[0, [2, 0]], atol=1e-6)
     np.testing.assert_allclose(some.logits[1], everything.logits[1, [1, 1]], atol=1e-6)
     assert some.hidden.shape == (2, 3, CONFIG.hidden_size)
-    head = np.asarray(model().params["lm_head"]["kernel"][...])
-    np.testing.assert_allclose(np.asarray(everything.hidden) @ head, everything.logits, atol=1e-5)
+    head = np.asarray(model().params["lm_head"]["weight"][...])
+    np.testing.assert_allclose(np.asarray(everything.hidden) @ head.T, everything.logits, atol=1e-5)
 
 
 def test_functions_are_made_once_per_architecture():
@@ -177,16 +177,16 @@ def test_dtype_holds_for_parameters_cache_and_logits(dtype):
 def test_gradient_of_the_product_is_that_of_a_matrix_product():
     """The hand-written gradient against the derived one, for activations with any number of leading axes."""
     rng = np.random.default_rng(0)
-    x, kernel = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 3, 4), (4, 5)))
-    weights = jnp.asarray(rng.normal(size=(2, 3, 5)), jnp.float32)
-    ours = jax.grad(lambda x, kernel: (product(x, kernel) * weights).sum(), argnums=(0, 1))(x, kernel)
-    derived = jax.grad(lambda x, kernel: ((x @ kernel) * weights).sum(), argnums=(0, 1))(x, kernel)
+    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 3, 4), (5, 4)))
+    loss = jnp.asarray(rng.normal(size=(2, 3, 5)), jnp.float32)
+    ours = jax.grad(lambda x, weight: (product(x, weight) * loss).sum(), argnums=(0, 1))(x, weight)
+    derived = jax.grad(lambda x, weight: ((x @ weight.T) * loss).sum(), argnums=(0, 1))(x, weight)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, derived)
 
 
 def test_product_of_mixed_dtypes_keeps_the_activations_dtype():
-    x, kernel = jnp.ones((3, 4)), jnp.full((4, 5), 1 + 2**-7, jnp.bfloat16)
-    out, pull = jax.vjp(product, x, kernel)
+    x, weight = jnp.ones((3, 4)), jnp.full((5, 4), 1 + 2**-7, jnp.bfloat16)
+    out, pull = jax.vjp(product, x, weight)
     assert out.dtype == jnp.float32
     np.testing.assert_array_equal(out, np.full((3, 5), 4 * (1 + 2**-7), np.float32))
     assert [leaf.dtype for leaf in pull(out)] == [jnp.float32, jnp.bfloat16]

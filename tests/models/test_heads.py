@@ -80,8 +80,8 @@ def test_eagle_starts_with_inputs_and_outputs_of_the_targets_sizes():
     embedded, hidden = 0.05 * rng.normal(size=(500, 32)), rng.normal(size=(500, 32))
     hidden[:, 3] *= 10
     params = init_eagle(EAGLE, jax.random.key(0), embedded=jnp.asarray(embedded), hidden=jnp.asarray(hidden))
-    kernel = np.asarray(params["fc"]["kernel"][...])
-    halves = [np.std(embedded @ kernel[:32]), np.std(hidden @ kernel[32:])]
+    weight = np.asarray(params["fc"]["weight"][...]).T
+    halves = [np.std(embedded @ weight[:32]), np.std(hidden @ weight[32:])]
     np.testing.assert_allclose(halves, 0.5**0.5, rtol=0.1)
     np.testing.assert_allclose(np.asarray(params["norm"]["scale"][...])[3], 10, rtol=0.1)
 
@@ -102,7 +102,7 @@ def edit(directory, **changes):
         (dict(num_heads=0), "config.json: expected a positive num_heads"),
         (dict(num_blocks=None), "expected the keys model_type, hidden_size"),
         (dict(num_heads=3), "heads.2.blocks.0.bias: missing"),
-        (dict(tied_projection=True), "heads.0.projection.kernel: config.json describes no such tensor"),
+        (dict(tied_projection=True), "heads.0.projection.weight: config.json describes no such tensor"),
     ],
 )
 def test_what_is_wrong_with_a_directory_is_named(directory, changes, message):

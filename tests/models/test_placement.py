@@ -30,17 +30,17 @@ from tests.models.test_placement import CONFIG
 folder = sys.argv[1]
 mesh = jax.make_mesh((4,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
 
-def columns(name, shape):
+def outputs(name, shape):
     whole = len(shape) < 2 or "embed" in name or "o_proj" in name or "down_proj" in name
-    return NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec(None, "tensor"))
+    return NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec("tensor"))
 
-loaded = load_model(f"{folder}/model", sharding=columns)
-restored = restore_params(f"{folder}/one", CONFIG, sharding=columns)
+loaded = load_model(f"{folder}/model", sharding=outputs)
+restored = restore_params(f"{folder}/one", CONFIG, sharding=outputs)
 jax.tree.map(np.testing.assert_array_equal, loaded.params, restored)
 for params in (loaded.params, restored):
-    kernel = params["layers"][0]["mlp"]["up_proj"]["kernel"][...]
-    assert kernel.sharding.spec == PartitionSpec(None, "tensor"), kernel.sharding
-    assert {shard.data.shape for shard in kernel.addressable_shards} == {(32, 12)}
+    weight = params["layers"][0]["mlp"]["up_proj"]["weight"][...]
+    assert weight.sharding.spec == PartitionSpec("tensor"), weight.sharding
+    assert {shard.data.shape for shard in weight.addressable_shards} == {(12, 32)}
 np.save(f"{folder}/logits.npy", fresh_logits(loaded, [1, 2, 3, 4]))
 save_params(f"{folder}/four", loaded.params)
 """

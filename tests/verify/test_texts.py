@@ -58,8 +58,7 @@ def plan_of(verifier: str, **options):
 
 def run(plan) -> tuple[np.ndarray, np.ndarray]:
     """The texts [ROWS, BUDGET] and how many drafted tokens their first round accepted [ROWS]."""
-    start = plan.spec._replace(verify=None)  # what starts does not verify: one executable for all verifiers
-    state = decode.run_decode(plan.spec, plan.params, decode.run_start(start, plan.params, *plan.inputs))
+    state = decode.run_decode(plan.spec, plan.params, plan.start())
     return np.asarray(state.tokens)[:, 1 : 1 + BUDGET], np.asarray(state.rounds.accepted)[:, 1]
 
 
