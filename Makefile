@@ -54,7 +54,7 @@ docs: $(INSTALLED) $(VENV)/.group-docs  ## build the documentation into build/do
 zoo: $(INSTALLED)  ## train the models that ship again, from nothing
 	$(RUN) -m experiments.train configs/zoo.toml
 
-bench: $(INSTALLED)  ## time rounds, attention, drafting and verification, each beside what it is made of
+bench: $(INSTALLED)  ## where each millisecond of decoding goes; fails where a bar is missed
 	$(RUN) -m experiments.bench
 
 kernels: $(KERNELS)/.installed  ## compile the GPU and TPU kernels ahead of time, without a device

@@ -1,142 +1,269 @@
-"""Timing, as ratios inside one run: what a round costs beside the bare forwards it is made of."""
+"""Where each millisecond of decoding goes on this machine, as ratios inside one run, and the bars to be met.
+
+python -m experiments.bench [--repeats 7] [--json FILE]
+
+Two pairs are timed: the target and SSM that ship, where calls rule, and the same two inflated to 100 and 10 million
+parameters (``experiments.inflate``), where reading weights rules; both with the trained pair's real acceptance. Exits
+with an error where a bar is missed.
+"""
 
 import argparse
-import dataclasses
-import functools
 import json
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from rich.console import Console
+from rich import box
 from rich.table import Table
 
 import specjax as sj
+from experiments import command, config, inflate, prompts
 from experiments.bench_attention import attention_ratios
 from experiments.bench_draft import drafting_ratios
+from experiments.bench_pair import NEW_TOKENS, ROWS, SAMPLED, Pair, compile_log
+from experiments.bench_round import BYTES, bandwidth
 from experiments.bench_verify import verify_ratios
-from experiments.timing import interleaved, timed
-from specjax import decode
-from specjax.request import prepare
-from specjax.types import Model, TreeMask
+from experiments.timing import Spread, samples
 
-IN_A_LOOP, ALONE = 16, 1  # forwards per timed call: in a loop inside one executable, as rounds are, or each on its own
-
-
-def bare_forward(
-    model: Model, *, passes: int, rows: int, tree_rows: int, prefix: int, capacity: int, last_only: bool = False
-) -> Callable[[], float]:
-    """Seconds of one forward of ``rows`` rows, the last of ``tree_rows`` uncommitted ones, and nothing else.
-
-    ``last_only`` asks for the logits of the last row alone.
-    """
-    lengths = jnp.full((1,), prefix, jnp.int32)
-    tree_mask = jnp.ones((1, rows, tree_rows), bool)
-    cache = model.init_cache(1, capacity)
-    earlier = lambda buffers: tuple(buffer[:, :, : tree_rows - rows] for buffer in buffers)
-    cache = dataclasses.replace(cache, k_tree=earlier(cache.k), v_tree=earlier(cache.v), lengths=lengths)
-    wanted = jnp.full((1, 1), rows - 1, jnp.int32) if last_only else None
-
-    @jax.jit
-    def loop(params, cache):
-        # Each waits for the one before, and nothing but the cache is known beforehand: no pass is cheaper than a first.
-        def body(_, token):
-            tokens, prefixes = jnp.full((1, rows), token), lengths + token - 1
-            mask = TreeMask(prefixes, tree_mask)
-            positions = jnp.broadcast_to(prefixes[:, None], (1, rows))
-            logits = model.forward(params, tokens, positions, mask, cache, rows=wanted).logits
-            return token + (logits[0, 0, 0] * 0).astype(jnp.int32)
-
-        return lax.fori_loop(0, passes, body, jnp.int32(1))
-
-    return lambda: timed(lambda: loop(model.params, cache)) / passes
+ZOO = config.REPOSITORY / "experiments/zoo"
+INFLATED = {
+    "target": dict(hidden=768, layers=12, ffn=2048, vocab=32_000),
+    "ssm_a": dict(hidden=256, layers=2, ffn=768, vocab=32_000),
+    "ssm_b": dict(hidden=256, layers=2, ffn=768, vocab=32_000),
+}
+TRACED, TIMED, LONGEST = 8, 3, 128  # prompts that trees are chosen by, others that are timed, and their tokens
 
 
-def round_cost(
-    target: Model, draft: Model, schedule: Sequence[int], *, prompt: Sequence[int], new_tokens: int
-) -> dict[tuple[str, int], Callable[[], float]]:
-    """The calls to be timed: rounds of greedy decoding at batch 1, and the bare forwards of one round.
+class Bar(NamedTuple):
+    """What has to hold."""
 
-    Keys are a name and how many passes one call makes; a round has only the one way.
-    """
-    shape = sj.Topology.from_schedule(schedule).shape
-    plan = prepare(target, [prompt], drafts=[draft], tree=tuple(schedule), max_new_tokens=new_tokens, eos_ids=())
-    capacity = plan.inputs[0].shape[1]
-    middle = len(prompt) + new_tokens // 2
+    what: str
+    value: float
+    most: float = float("inf")
+    least: float = -float("inf")
 
-    def rounds() -> float:
-        state = jax.block_until_ready(plan.start())
-        began = time.perf_counter()
-        state = jax.block_until_ready(decode.run_decode(plan.spec, plan.params, state))
-        return (time.perf_counter() - began) / int(jnp.sum(state.rounds.emitted > 0))
+    @property
+    def met(self) -> bool:
+        """Whether it holds."""
+        return self.least <= self.value <= self.most
 
-    # The draft is fed what the last round emitted (up to depth + 1 tokens), then every level that has children.
-    emitted = shape.depth + 1
-    forward = functools.partial(bare_forward, prefix=middle, capacity=capacity)
-    calls: dict[tuple[str, int], Callable[[], float]] = {("round", IN_A_LOOP): rounds}
-    for passes in (IN_A_LOOP, ALONE):
-        calls["target", passes] = forward(target, passes=passes, rows=shape.num_nodes, tree_rows=shape.num_nodes)
-        calls["draft, emitted tokens", passes] = forward(
-            draft, passes=passes, rows=emitted, tree_rows=emitted, last_only=True
+    def text(self) -> str:
+        """Its line."""
+        bound = f"<= {self.most:g}" if self.most < float("inf") else f">= {self.least:g}"
+        return f"bar {'met   ' if self.met else 'MISSED'} {self.what}: {self.value:.3f}, {bound}"
+
+
+class Measured(NamedTuple):
+    """A pair's samples, and what follows from them; ratios are of samples taken in the same turn."""
+
+    pair: Pair
+    seconds: dict[tuple[str, str], list[float]]
+
+    def of(self, *keys: tuple[str, str]) -> list[float]:
+        """Seconds of these together, turn by turn."""
+        return [sum(turn) for turn in zip(*(self.seconds[key] for key in keys))]
+
+    def part(self, kind: str) -> list[float]:
+        """Seconds of all of a kind together."""
+        return self.of(*(key for key in self.seconds if key[0] == kind))
+
+    def token(self, name: str) -> list[float]:
+        """Seconds of a token of a method."""
+        _, emitted, _ = self.pair.methods[name].outcome
+        return [seconds / emitted for seconds in self.seconds["method", name]]
+
+    def round(self, name: str) -> list[float]:
+        """Seconds of a round of a method."""
+        *_, rounds = self.pair.methods[name].outcome
+        return [seconds / rounds for seconds in self.seconds["method", name]]
+
+
+def over(above: Sequence[float], below: Sequence[float]) -> Spread:
+    """The ratio of two things measured in turns."""
+    return Spread.of([a / b for a, b in zip(above, below)])
+
+
+def minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    """The difference of two things measured in turns."""
+    return [a - b for a, b in zip(left, right)]
+
+
+def baseline(name: str) -> str:
+    """Which method a method is compared with."""
+    return "incremental at 1" if name.endswith(" at 1") else "incremental"
+
+
+def methods_table(found: Measured) -> tuple[Table, dict[str, Any]]:
+    """Methods end to end."""
+    table = _table(
+        f"{found.pair.name} pair, {TIMED} prompts of HumanEval by {NEW_TOKENS} tokens, batch 1",
+        *("method", "tree", "tokens/round", "ms/token", "x incremental", "predicted", "text"),
+    )
+    record = {}
+    for name, method in found.pair.methods.items():
+        texts, emitted, rounds = method.outcome
+        times = over(found.token(baseline(name)), found.token(name))
+        predicted = "" if method.milliseconds is None else f"{found.pair.predicted(name):.2f}"
+        same = texts == found.pair.methods[baseline(name)].outcome[0]
+        token = Spread.of([1e3 * second for second in found.token(name)])
+        record[name] = dict(
+            tree=method.about,
+            tokens_per_round=emitted / rounds,
+            milliseconds=token,
+            speedup=times,
+            predicted=predicted,
+            same_text=same,
         )
-        fed = 0
-        for level, width in enumerate(shape.widths[1:], 1):
-            fed += width
-            calls[f"draft, level {level}", passes] = forward(draft, passes=passes, rows=width, tree_rows=fed)
-    return calls
+        row = (name, method.about, f"{emitted / rounds:.2f}", token.text(), times.text(), predicted)
+        table.add_row(*row, "same" if same else "own sample" if name.endswith(" at 1") else "DIFFERS")
+    return table, record
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table, and the same as JSON."""
-    zoo = Path(__file__).parent / "zoo"
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", type=Path, default=zoo / "target")
-    parser.add_argument("--draft", type=Path, default=zoo / "ssm_a")
-    parser.add_argument("--schedule", default="3,2,1,1")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=9)
+def round_table(found: Measured) -> tuple[Table, dict[str, Any]]:
+    """A round of the tree taken apart."""
+    table = _table(f"{found.pair.name} pair, a round of {found.pair.methods['tree'].about}", "part", "ms", "of target")
+    target = found.of(("bare", "target"))
+    parts = {f"bare {name}": found.of((kind, name)) for kind, name in found.seconds if kind == "bare"}
+    parts["all bare forwards"] = found.part("bare")
+    parts |= {name: found.of((kind, name)) for kind, name in found.seconds if kind == "stage"}
+    parts["everything else"] = minus(minus(found.round("tree"), target), found.part("stage"))
+    parts["round"] = found.round("tree")
+    record = {}
+    for name, seconds in parts.items():
+        milliseconds = Spread.of([1e3 * second for second in seconds])
+        table.add_row(name, milliseconds.text(".3f"), f"{over(seconds, target).median:.3f}")
+        record[name] = milliseconds
+    return table, record
+
+
+def curve_table(found: Measured) -> Table:
+    """One forward of 1 to 64 rows."""
+    table = _table(f"{found.pair.name} pair, ms of one forward behind 128 tokens, by rows", "model", *map(str, ROWS))
+    for name, curve in zip(("target", "draft"), found.pair.curves):
+        table.add_row(name, *(f"{1e3 * second:.2f}" for second in curve.seconds[0, :, 0]))
+    return table
+
+
+def bars(zoo: Measured, inflated: Measured, memory: dict[str, dict[str, float]], compiled: int) -> list[Bar]:
+    """Everything that has to hold."""
+    incremental, target = inflated.token("incremental"), inflated.of(("bare", "target"))
+    read = over(inflated.of(("machine", "bandwidth")), incremental).median * inflated.pair.weights[0] / BYTES
+    overhead = minus(zoo.round("incremental"), zoo.part("bare incremental"))
+    tree = inflated.token("tree")
+    hot = [over(inflated.token("incremental at 1"), inflated.token(f"{name} at 1")).median for name, _ in SAMPLED]
+    found = [
+        Bar("inflated, incremental: bandwidth of its weights over the machine's", read, least=0.75),
+        Bar("inflated: round / bare forwards", over(inflated.round("tree"), inflated.part("bare")).median, most=1.05),
+        Bar(
+            "inflated: drafting, verification, commit and the rest / target's forward",
+            over(minus(inflated.round("tree"), target), target).median,
+            most=0.35,
+        ),
+        Bar("inflated: tree x incremental", over(incremental, tree).median, least=1.2),
+        Bar("inflated: tree x chain", over(inflated.token("chain"), tree).median, least=1.0),
+        Bar("inflated: best verifier at temperature 1 x incremental", max(hot), least=1.1),
+        Bar("zoo: ms of an incremental round beyond its forward", 1e3 * Spread.of(overhead).median, most=0.3),
+        Bar("compilations after warm-up", compiled, most=0),
+    ]
+    for name, facts in memory.items():
+        found.append(Bar(f"{name}: arrays and temporaries / weights and caches", facts["ratio"], most=1.15))
+        found.append(Bar(f"{name}: MB that decoding grows by", facts["growth_mb"], most=0))
+    for measured in (zoo, inflated):
+        different = sum(
+            method.outcome[0] != measured.pair.methods["incremental"].outcome[0]
+            for name, method in measured.pair.methods.items()
+            if baseline(name) == "incremental"
+        )
+        found.append(Bar(f"{measured.pair.name}: greedy methods with another text than incremental", different, most=0))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print tables, bars, and the same as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.bench", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7, help="timed turns; medians and quartiles count")
+    parser.add_argument("--json", type=Path, default=config.REPOSITORY / "runs/bench.json", help="for the numbers")
     options = parser.parse_args(arguments)
-    schedule = tuple(map(int, options.schedule.split(",")))
-    target, draft = sj.load_model(options.target), sj.load_model(options.draft)
-    prompt = np.random.default_rng(0).integers(0, target.vocab_size, options.prompt_tokens).tolist()
+    screen, began = command.screen(), time.perf_counter()
+    compile_log()
 
-    calls = round_cost(target, draft, schedule, prompt=prompt, new_tokens=options.new_tokens)
-    median = interleaved(calls, options.repeats)
-    attention = attention_ratios(repeats=options.repeats)
-    ssms = [sj.load_model(zoo / f"ssm_{letter}") for letter in "abc"]
-    drafting = drafting_ratios(ssms, schedule, prompt=prompt, repeats=options.repeats)
-    verify = verify_ratios(repeats=options.repeats)
-    round_seconds = median["round", IN_A_LOOP]
-    bare = {passes: sum(median[key] for key in median if key[1] == passes) for passes in (IN_A_LOOP, ALONE)}
-    bare[IN_A_LOOP] -= round_seconds
+    tokenizer = sj.load_tokenizer(ZOO / "target")
+    found = prompts.load("humaneval", num_prompts=TRACED + TIMED, max_tokens=LONGEST, tokenizer=tokenizer)
+    texts = [list(prompt.tokens) for prompt in found]
+    models = [sj.load_model(ZOO / name) for name in INFLATED]
+    trace = sj.replay.rank_trace(models[0], models[1:], texts[:TRACED], max_new_tokens=64)
+    with tempfile.TemporaryDirectory() as directory:
+        for name, sizes in INFLATED.items():
+            inflate.inflate(ZOO / name, Path(directory) / name, **sizes)
+        folders = {"zoo": ZOO, "inflated": Path(directory)}
+        pairs = [
+            Pair(name, [folder / model for model in INFLATED], trace, texts[TRACED:])
+            for name, folder in folders.items()
+        ]
+    memory = {pair.name: pair.memory() for pair in pairs}
+    measured = []
+    compiled = 0
+    for pair in pairs:
+        calls = {("machine", "bandwidth"): bandwidth(), **pair.calls()}
+        samples(calls, 0)
+        for method in pair.methods.values():
+            method.outcome  # noqa: B018  decoded before anything is timed
+        before = len(compile_log())
+        measured.append(Measured(pair, samples(calls, options.repeats)))
+        compiled += len(compile_log()) - before
+    zoo, inflated = measured
 
-    table = Table(title=f"A round of <{options.schedule}>, batch 1, greedy", title_justify="left")
-    table.add_column("milliseconds")
-    table.add_column("in a loop", justify="right")
-    table.add_column("each its own call", justify="right")
-    rows = {name: [median.get((name, passes)) for passes in (IN_A_LOOP, ALONE)] for name, _ in median}
-    rows["all bare forwards"] = [bare[IN_A_LOOP], bare[ALONE]]
-    for name, values in rows.items():
-        table.add_row(name, *["" if value is None else f"{1e3 * value:.3f}" for value in values])
-    console = Console()
-    console.print(table)
+    speed = Spread.of([BYTES / second / 1e9 for second in inflated.of(("machine", "bandwidth"))])
+    screen.print(f"reads memory at {speed.text('.1f')} GB/s; medians, quartiles in parentheses", highlight=False)
+    record: dict[str, Any] = {"gigabytes_per_second": speed, "memory": memory}
+    for one in measured:
+        methods, record[f"{one.pair.name} methods"] = methods_table(one)
+        parts, record[f"{one.pair.name} round"] = round_table(one)
+        prefill = Spread.of([1e3 * second for second in one.of(("prefill", "prefill"))])
+        screen.print(curve_table(one), methods, parts)
+        screen.print(f"prefill of {len(one.pair.prompts[0])} tokens: {prefill.text('.1f')} ms", highlight=False)
+        record[f"{one.pair.name} prefill"] = prefill
+        record[f"{one.pair.name} curves"] = [(1e3 * curve.seconds[0, :, 0]).tolist() for curve in one.pair.curves]
+        screen.print(", ".join(f"{name} {value:.2f}" for name, value in memory[one.pair.name].items()), highlight=False)
     ratios = {
-        "round / bare forwards, each its own call": round_seconds / bare[ALONE],
-        "round / bare forwards, in a loop": round_seconds / bare[IN_A_LOOP],
-        **{f"attention, {name}": value for name, value in attention.items()},
-        **{f"drafting, {name}": value for name, value in drafting.items()},
-        **{f"verify, {name}": value for name, value in verify.items()},
+        **{f"attention, {name}": value for name, value in attention_ratios(repeats=options.repeats).items()},
+        **{
+            f"drafting, {name}": value
+            for name, value in drafting_ratios(
+                [sj.load_model(ZOO / f"ssm_{letter}") for letter in "abc"],
+                (3, 2, 1, 1),
+                prompt=texts[0],
+                repeats=options.repeats,
+            ).items()
+        },
+        **{f"verify, {name}": value for name, value in verify_ratios(repeats=options.repeats).items()},
     }
     for name, value in ratios.items():
-        console.print(f"{name}: {value:.2f}")
-    milliseconds = {name: [value and 1e3 * value for value in values] for name, values in rows.items()}
-    print(json.dumps({"schedule": schedule, "ratios": ratios, "milliseconds": milliseconds}))
+        screen.print(f"{name}: {value:.2f}", highlight=False)
+    record |= {"ratios": ratios, "compilations": len(compile_log()), "compile_seconds": sum(compile_log())}
+    screen.print(
+        f"{len(compile_log())} compilations took {sum(compile_log()):.0f} s of {time.perf_counter() - began:.0f} s",
+        highlight=False,
+    )
+    checked = bars(zoo, inflated, memory, compiled)
+    for bar in checked:
+        screen.print(bar.text(), highlight=False, soft_wrap=True)
+    record["bars"] = [bar._asdict() | {"met": bar.met} for bar in checked]
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    screen.print(f"numbers: {options.json}", highlight=False, soft_wrap=True)
+    return int(not all(bar.met for bar in checked))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left", no_wrap=True)
+    return table
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -28,17 +28,19 @@ def draft_rounds(drafter: Drafter, prompt: Sequence[int]) -> Callable[[], float]
 
     @jax.jit
     def loop(params, state):
-        def body(index, carry):
-            state, emitted, used = carry
+        def draft(index, state, emitted):
             lengths = length + 2 * jnp.full(1, index)
             keys = RoundKeys(fold_in(streams.draft, lengths), fold_in(streams.path, lengths), streams.emit, lengths)
             state = drafter.commit(params, state, Emission(emitted, jnp.full(1, 2), jnp.zeros_like(emitted)), None)
-            tree, state = drafter.propose(params, keys, state, emitted[:, 1], warp)
-            # All of the tree is used, as verification would.
-            used += sum(jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree))
-            return state, emitted.at[:, :2].set(tree.tokens[:, 1:3]), used
+            return drafter.propose(params, keys, state, emitted[:, 1], warp)
 
-        return lax.fori_loop(0, ROUNDS, body, (state, jnp.ones((1, width), jnp.int32), jnp.float32(0)))[2]
+        def body(index, carry):
+            tree, state = draft(index, *carry[:2])
+            return state, carry[1].at[:, :2].set(tree.tokens[:, 1:3]), tree  # all of which is wanted, as by a verifier
+
+        start = state, jnp.ones((1, width), jnp.int32)
+        tree = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(draft, 0, *start)[0])
+        return lax.fori_loop(0, ROUNDS, body, (*start, tree))[2]
 
     return lambda: timed(lambda: loop(drafter.params, state)) / ROUNDS
 

@@ -15,6 +15,7 @@ from specjax.types import RoundKeys
 from specjax.verify import VERIFIERS
 
 NODES = 64
+FILTERED = "without_replacement"  # the verifier that is timed with a top-p filter as well
 REFUSING, AGREEING = 3.0, 0.0  # standard deviation of the target's logits around the draft's
 
 
@@ -75,11 +76,14 @@ def verify_ratios(*, vocab_size: int = 32_000, repeats: int = 7) -> dict[str, fl
             calls[name, apart] = functools.partial(
                 timed, functools.partial(jax.jit(VERIFIERS[name].verify), keys, *scored, warp)
             )
+            if name == FILTERED:
+                filtered = stack_warps([sj.Warp(1.0, top_p=0.95)])
+                calls[f"{name}, top-p 0.95", apart] = functools.partial(
+                    timed, functools.partial(jax.jit(VERIFIERS[name].verify), keys, *scored, filtered)
+                )
         logits = drafted("iid")[1][0]
         calls["softmax", apart] = functools.partial(timed, functools.partial(jax.jit(jax.nn.softmax), logits))
     seconds = interleaved(calls, repeats)
-    slower = {name: max(seconds[name, apart] for apart in (REFUSING, AGREEING)) for name in names}
-    return {
-        f"{name} / softmax": slower[name] / min(seconds["softmax", REFUSING], seconds["softmax", AGREEING])
-        for name in names
-    }
+    softmax = min(seconds.pop(("softmax", apart)) for apart in (REFUSING, AGREEING))
+    slower = {name: max(seconds[name, REFUSING], seconds[name, AGREEING]) for name, _ in seconds}
+    return {f"{name} / softmax": value / softmax for name, value in slower.items()}

@@ -1,0 +1,190 @@
+"""A target and its drafts on this machine: curves, methods end to end, a round taken apart, memory and compilation."""
+
+import dataclasses
+import functools
+import gc
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import specjax as sj
+from experiments import search
+from experiments.bench_round import bare_forwards, stages
+from experiments.recorded import record
+from specjax import decode
+from specjax.replay import RankTrace, RoundCost, measure_latency
+from specjax.request import Plan, make_drafter, prepare
+from specjax.tree import Topology
+
+NEW_TOKENS = 48
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+BOUNDS = search.Bounds(max_nodes=24, max_depth=8, most_draws=4, screen=1000)
+SAMPLED = (
+    ("multi_step", "iid"),
+    ("traversal", "iid"),
+    ("without_replacement", "without_replacement"),
+)  # at temperature 1
+ROUNDS = 50  # between which nothing may grow
+
+
+@functools.cache
+def compile_log() -> list[float]:
+    """Seconds of every compilation of this process since the first call of this."""
+    log: list[float] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            log.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return log
+
+
+def live_bytes() -> int:
+    """Bytes of all arrays there are."""
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A way to decode some prompts: how, a plan for each prompt, and what the tuner expects."""
+
+    name: str
+    about: str
+    plans: list[Plan]
+    tokens_per_step: float | None = None  # replayed, of the prompts that were traced
+    milliseconds: float | None = None  # a token, predicted
+    tree: Topology | None = None
+
+    def seconds(self) -> float:
+        """Of decoding all prompts, prefill left out."""
+        total = 0.0
+        for plan in self.plans:
+            state = jax.block_until_ready(plan.start())
+            began = time.perf_counter()
+            jax.block_until_ready(decode.run_decode(plan.spec, plan.params, state))
+            total += time.perf_counter() - began
+        return total
+
+    @functools.cached_property
+    def outcome(self) -> tuple[list[list[int]], int, int]:
+        """The texts, and how many tokens how many rounds emitted."""
+        texts, emitted, rounds = [], 0, 0
+        for plan in self.plans:
+            end = decode.run_decode(plan.spec, plan.params, plan.start())
+            counts = np.asarray(end.rounds.emitted)
+            length, prompt = int(end.lengths[0]), int(plan.inputs[1][0])
+            texts.append(np.asarray(end.tokens)[0, prompt:length].tolist())
+            emitted, rounds = emitted + int(counts.sum()), rounds + int(np.sum(counts > 0))
+        return texts, emitted, rounds
+
+
+class Pair:
+    """A target, its drafts, and the methods that are timed of them."""
+
+    def __init__(self, name: str, directories: Sequence[str | Path], trace: RankTrace, prompts: Sequence[list[int]]):
+        self.name, self.trace, self.prompts = name, trace, prompts
+        self.target, *self.drafts = map(sj.load_model, directories)
+        self.weights = [sum(leaf.nbytes for leaf in jax.tree.leaves(m.params)) for m in (self.target, self.drafts[0])]
+        self.curves = [measure_latency(model, rows=ROWS, contexts=(256,)) for model in (self.target, self.drafts[0])]
+        self.methods = {method.name: method for method in self._choose()}
+
+    def plans(self, **options: Any) -> list[Plan]:
+        """One for each prompt."""
+        return [
+            prepare(self.target, [prompt], max_new_tokens=NEW_TOKENS, eos_ids=(), seeds=seed, **options)
+            for seed, prompt in enumerate(self.prompts)
+        ]
+
+    def _choose(self) -> list[Method]:
+        """Incremental decoding, and the tuner's best chain, tree and ensemble, replayed and costed by the curves."""
+        target, draft = self.curves
+        cost = RoundCost(target, (draft,) * len(self.drafts))
+        ranked = search.rank(self.trace, BOUNDS, cost, 1, 256, finished_rows_wait=True)
+
+        def best(name: str, drafts: tuple[int, ...], most_children: Callable[[int], bool]) -> Method:
+            fits = lambda it: it.drafts == drafts and most_children(it.tree.shape.num_draws)
+            choice = next(choice for choice in ranked if fits(choice.candidate))
+            candidate = choice.candidate
+            models = [self.drafts[draft] for draft in drafts]
+            drafter = make_drafter(models, candidate.tree if models else None, "top_k")  # once: an ensemble stacks
+            plans = self.plans(drafts=[drafter] if models else [])
+            return Method(name, candidate.name, plans, candidate.tokens_per_step, choice.milliseconds, candidate.tree)
+
+        lookup = sj.draft.prompt_lookup(self.target.vocab_size, branches=1, length=8)
+        greedy = [
+            best("incremental", (), lambda most: most == 0),
+            best("chain", (0,), lambda most: most == 1),
+            best("tree", (0,), lambda most: most > 1),
+            best("ensemble", tuple(range(len(self.drafts))), lambda most: most > 0),
+            Method("lookup", "one branch of 8", self.plans(drafts=[lookup])),
+        ]
+        hot = dict(warp=sj.Warp(1.0))
+        tree = dict(drafts=self.drafts[:1], tree=greedy[2].tree)
+        return [
+            *greedy,
+            Method("incremental at 1", "incremental", self.plans(**hot)),
+            *(
+                Method(
+                    f"{verifier} at 1",
+                    f"{greedy[2].about}, {mode}",
+                    self.plans(**hot, **tree, verifier=verifier, draft_mode=mode),
+                )
+                for verifier, mode in SAMPLED
+            ),
+        ]
+
+    def predicted(self, name: str) -> float:
+        """How many times as fast as incremental decoding a method is by the curves and the replay."""
+        base, own = self.methods["incremental"].milliseconds, self.methods[name].milliseconds
+        assert base is not None and own is not None, name
+        return base / own
+
+    def memory(self) -> dict[str, float]:
+        """Of decoding with the tree: arrays and the executable's temporaries, over weights and caches; and growth."""
+        plan = self.methods["tree"].plans[0]
+        before = live_bytes()
+        state = plan.start()
+        caches = sum(leaf.nbytes for part in (state.cache, state.drafter) for leaf in jax.tree.leaves(part))
+        arrays = sum(self.weights) + live_bytes() - before
+        found = decode.run_decode.lower(plan.spec, plan.params, state).compile().memory_analysis()
+        temporary = 0 if found is None else found.temp_size_in_bytes
+        sizes = []
+        for _ in range(ROUNDS + 2):  # the first ones settle; rounds behind the text's end do the same work
+            state, _ = decode.run_round(plan.spec, plan.params, state)
+            sizes.append(live_bytes() if len(sizes) in (1, ROUNDS + 1) else 0)
+        return {
+            "weights_and_caches_mb": (sum(self.weights) + caches) / 1e6,
+            "arrays_mb": arrays / 1e6,
+            "temporaries_mb": temporary / 1e6,
+            "ratio": (arrays + temporary) / (sum(self.weights) + caches),
+            "growth_mb": (sizes[-1] - sizes[1]) / 1e6,
+        }
+
+    def calls(self) -> dict[tuple[str, str], Callable[[], float]]:
+        """What is timed, by what it is a part of and its name."""
+        plan, tree = self.methods["tree"].plans[0], self.methods["tree"].tree
+        assert tree is not None
+        capacity = plan.inputs[0].shape[1]
+        bare = functools.partial(
+            bare_forwards, self.target, self.drafts[0], prefix=len(self.prompts[0]) + NEW_TOKENS // 2, capacity=capacity
+        )
+        (recording,) = record(plan, 1)
+        return {
+            **{("method", name): method.seconds for name, method in self.methods.items()},
+            **{("bare", name): call for name, call in bare(tree).items()},
+            **{("bare incremental", name): call for name, call in bare(Topology.chain(0)).items()},
+            **{("stage", name): call for name, call in stages(plan, self.drafts[0], tree, recording).items()},
+            ("prefill", "prefill"): lambda: _prefill_seconds(self.methods["incremental"].plans[0]),
+        }
+
+
+def _prefill_seconds(plan: Plan) -> float:
+    began = time.perf_counter()
+    jax.block_until_ready(plan.start())
+    return time.perf_counter() - began

@@ -1,0 +1,108 @@
+"""The bare parts of a round, each in a loop inside one executable, as rounds are."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from experiments.bench_draft import draft_rounds
+from experiments.recorded import Recording
+from experiments.timing import timed
+from specjax.draft import ssm
+from specjax.request import Plan
+from specjax.tree import Topology
+from specjax.types import Model, TreeMask
+
+PASSES = 16
+BYTES = 2**28  # that ``bandwidth`` reads
+
+type Call = Callable[[], float]
+
+
+def bandwidth() -> Call:
+    """Seconds of reading a float32 array of ``BYTES``, far beyond any cache, once."""
+    array = jnp.ones((BYTES // 4,), jnp.float32)
+    total = jax.jit(jnp.sum)
+    return lambda: timed(lambda: total(array))
+
+
+def bare_forward(
+    model: Model, *, rows: int, tree_rows: int, prefix: int, capacity: int, last_only: bool = False
+) -> Call:
+    """Seconds of one forward of ``rows`` rows, the last of ``tree_rows`` uncommitted ones, and nothing else.
+
+    ``last_only`` asks for the logits of the last row alone.
+    """
+    lengths = jnp.full((1,), prefix, jnp.int32)
+    tree_mask = jnp.ones((1, rows, tree_rows), bool)
+    cache = model.init_cache(1, capacity)
+    earlier = lambda buffers: tuple(buffer[:, :, : tree_rows - rows] for buffer in buffers)
+    cache = dataclasses.replace(cache, k_tree=earlier(cache.k), v_tree=earlier(cache.v), lengths=lengths)
+    wanted = jnp.full((1, 1), rows - 1, jnp.int32) if last_only else None
+
+    @jax.jit
+    def loop(params, cache):
+        # Each waits for the one before, and nothing but the cache is known beforehand: no pass is cheaper than a first.
+        def body(_, token):
+            tokens, prefixes = jnp.full((1, rows), token), lengths + token - 1
+            mask = TreeMask(prefixes, tree_mask)
+            positions = jnp.broadcast_to(prefixes[:, None], (1, rows))
+            logits = model.forward(params, tokens, positions, mask, cache, rows=wanted).logits
+            return token + (logits[0, 0, 0] * 0).astype(jnp.int32)
+
+        return lax.fori_loop(0, PASSES, body, jnp.int32(1))
+
+    return lambda: timed(lambda: loop(model.params, cache)) / PASSES
+
+
+def bare_forwards(target: Model, draft: Model, topology: Topology, *, prefix: int, capacity: int) -> dict[str, Call]:
+    """The forwards that a round of one SSM's tree cannot do without."""
+    shape = topology.shape
+    forward = functools.partial(bare_forward, prefix=prefix, capacity=capacity)
+    calls = {"target": forward(target, rows=shape.num_nodes, tree_rows=shape.num_nodes)}
+    if shape.depth:
+        # The draft is fed what the last round emitted (up to depth + 1 tokens), then every level that has children.
+        emitted = shape.depth + 1
+        calls["draft, emitted tokens"] = forward(draft, rows=emitted, tree_rows=emitted, last_only=True)
+    fed = 0
+    for level, width in enumerate(shape.widths[1:], 1):
+        fed += width
+        calls[f"draft, level {level}"] = forward(draft, rows=width, tree_rows=fed)
+    return calls
+
+
+def stages(plan: Plan, draft: Model, topology: Topology, recording: Recording) -> dict[str, Call]:
+    """Drafting, verification and commit of a round at batch 1, each on its own."""
+    spec, length = plan.spec, recording.keys.positions
+    capacity = plan.inputs[0].shape[1]
+    empty = spec.init_cache(1, capacity)
+    fed = dataclasses.replace(spec.init_cache(1, topology.shape.num_nodes), lengths=length)
+    path = jnp.arange(topology.shape.depth + 1, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def verify(keys, tree, logits, warp):
+        def body(_, emitted):
+            # More tokens than none were emitted, but the compiler does not know: no pass is that of before.
+            again = dataclasses.replace(tree, valid=tree.valid & (emitted >= 0)[:, None])
+            acceptance = spec.verify(keys._replace(positions=keys.positions + emitted), again, logits, warp)
+            return acceptance.num_accepted
+
+        return lax.fori_loop(0, PASSES, body, jnp.zeros_like(length))
+
+    @jax.jit
+    def commit(cache, fed):
+        def body(_, cache):
+            return dataclasses.replace(cache, k_tree=fed.k, v_tree=fed.v, lengths=fed.lengths).commit(path, counts)
+
+        counts = jnp.full_like(length, 2)
+        return lax.fori_loop(0, PASSES, body, cache)
+
+    prompt = plan.inputs[0][0, : int(plan.inputs[1][0])].tolist()
+    return {
+        "drafting": draft_rounds(ssm(draft, topology, "deterministic"), prompt),
+        "verification": lambda: timed(lambda: verify(*recording[:4])) / PASSES,
+        "commit": lambda: timed(lambda: commit(empty, fed)) / PASSES,
+    }
