@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import json
 import pathlib
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ class Named:
     path: str
     subset: str | None
     split: str
-    fields: tuple[str, ...]  # of a row, which the template reads
+    fields: Mapping[str, type]  # of a row, which the template reads: text, or a list of texts
     template: Callable[[Mapping[str, Any]], str | None]  # None: this row is no prompt
 
 
@@ -41,7 +42,7 @@ def load(source: str, *, num_prompts: int, max_tokens: int, tokenizer: tokenizer
 
     Args:
       source: ``"humaneval"``; a key of ``NAMED``; or the path of a file: of JSONL (``.jsonl``) whose rows have a
-        ``"prompt"`` and perhaps a ``"name"``, or of text with a prompt on each line.
+        ``"prompt"`` and perhaps a ``"name"``, or of text with a prompt on each line (but not ``.json``).
       num_prompts: how many.
       max_tokens: of longer prompts the last so many tokens are kept, since the text goes on from there.
       tokenizer: the target's.
@@ -103,10 +104,10 @@ def _mt_bench(row: Mapping[str, Any]) -> str:
 
 
 NAMED = {
-    "alpaca": Named("tatsu-lab/alpaca", None, "train", ("instruction", "input"), _alpaca),
-    "gsm8k": Named("openai/gsm8k", "main", "test", ("question",), _gsm8k),
-    "wikitext": Named("Salesforce/wikitext", "wikitext-103-raw-v1", "test", ("text",), _wikitext),
-    "mt_bench": Named("HuggingFaceH4/mt_bench_prompts", None, "train", ("prompt",), _mt_bench),
+    "alpaca": Named("tatsu-lab/alpaca", None, "train", {"instruction": str, "input": str}, _alpaca),
+    "gsm8k": Named("openai/gsm8k", "main", "test", {"question": str}, _gsm8k),
+    "wikitext": Named("Salesforce/wikitext", "wikitext-103-raw-v1", "test", {"text": str}, _wikitext),
+    "mt_bench": Named("HuggingFaceH4/mt_bench_prompts", None, "train", {"prompt": list}, _mt_bench),
 }
 
 
@@ -119,12 +120,21 @@ def _named(source: str, count: int) -> list[tuple[str, str]]:
         missing = [field for field in given.fields if not isinstance(row, Mapping) or field not in row]
         if missing:
             raise ConfigError([f"run.prompts: row {number} of {source} has no {', '.join(map(repr, missing))}"])
+        for field, kind in given.fields.items():
+            _check_field(row[field], kind, f"row {number} of {source}: {field!r}")
         text = given.template(row)
         if text is not None:
             texts.append((f"{source}/{number}", text))
         if len(texts) == count:
             break
     return texts
+
+
+def _check_field(value: Any, kind: type, where: str) -> None:
+    texts = value if kind is list else [value]
+    if not isinstance(value, kind) or not texts or not all(isinstance(text, str) for text in texts):
+        wanted = "a list of texts, at least one" if kind is list else "text"
+        raise ConfigError([f"run.prompts: {where} is {reprlib.repr(value)}; expected {wanted}"])
 
 
 def _download(source: str, path: pathlib.Path) -> Sequence[Any]:
@@ -153,15 +163,21 @@ def _download(source: str, path: pathlib.Path) -> Sequence[Any]:
 
 def _file(source: str) -> list[tuple[str, str]]:
     path = config.resolve(source)
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() == ".json":
+        raise ConfigError([f'run.prompts: {path}: expected JSONL, {{"prompt": "text"}} on each line of a .jsonl file'])
+    if path.suffix.lower() != ".jsonl":
         lines = enumerate(_lines(path), start=1)
         return [(f"{path.stem}/{number}", line) for number, line in lines if line.strip()]
     texts = []
     for number, row in _json_lines(path):
+        where = f"{path}, line {number}:"
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            shown = json.dumps(row)[:60]
-            raise ConfigError([f'run.prompts: {path}, line {number}: expected {{"prompt": "text"}}, got {shown}'])
-        texts.append((str(row.get("name", f"{path.stem}/{number}")), row["prompt"]))
+            shown = reprlib.repr(row)
+            raise ConfigError([f'run.prompts: {where} expected {{"prompt": "text"}}, got {shown}'])
+        name = row.get("name", f"{path.stem}/{number}")
+        if not isinstance(name, str | int):
+            raise ConfigError([f"run.prompts: {where} 'name' is {reprlib.repr(name)}; expected text or a number"])
+        texts.append((str(name), row["prompt"]))
     return texts
 
 
@@ -171,7 +187,7 @@ def _json_lines(path: pathlib.Path) -> list[tuple[int, Any]]:
         if line.strip():
             try:
                 rows.append((number, json.loads(line)))
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # also a number too long and lists too deep
                 raise ConfigError([f"run.prompts: {path}, line {number}: not JSON: {error}"]) from None
     return rows
 

@@ -90,6 +90,16 @@ def batch_rounds(steps: np.ndarray, batch: int, *, finished_rows_wait: bool) -> 
     return np.sum([np.max(part, axis=-1) for part in parts], axis=0)
 
 
+def check_drafted(trace: RankTrace) -> None:
+    """Check that rounds emitted anything, for there is no time per token otherwise.
+
+    Raises:
+      ValueError: if no text goes on beyond its first token, which is prefill's.
+    """
+    if not np.any(trace.drafted):
+        raise ValueError("every text ends at its first token, which prefill emits: there are no rounds to compare")
+
+
 def rank(
     trace: RankTrace, bounds: Bounds, cost: RoundCost, batch: int, context: int, *, finished_rows_wait: bool
 ) -> list[Choice]:
@@ -101,7 +111,11 @@ def rank(
       cost: of the device.
       batch, context: what a round is costed at.
       finished_rows_wait: as in ``batch_rounds``.
+
+    Raises:
+      ValueError: as ``check_drafted``.
     """
+    check_drafted(trace)
     found: list[Choice] = []
     for kind, drafts, trees, shapes in candidates(trace, bounds):
         own = trace.select(drafts) if drafts else trace

@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         experiment = config.load(Experiment, args.config, args.set)
         cells = sweep.cells(experiment)
         chosen = [cell for cell in cells if cell.config.decode.drafts] if args.cell is None else cells
-        number = args.cell or 1
+        number = 1 if args.cell is None else args.cell
         if not 1 <= number <= len(chosen):
             raise ConfigError([f"--cell {number}: there are {len(chosen)} to choose from; --dry-run of run lists them"])
         cell = chosen[number - 1]

@@ -13,7 +13,7 @@ import numpy as np
 import specjax as sj
 from experiments import config, prompts
 from experiments.config import ConfigError, setting
-from experiments.search import Bounds, Candidate, Choice, batch_rounds, rank
+from experiments.search import Bounds, Candidate, Choice, batch_rounds, check_drafted, rank
 from experiments.sweep import Models
 from experiments.timing import interleaved
 from specjax import decode
@@ -51,6 +51,8 @@ class Tune:
         unknown = sorted(set(self.devices) - set(DEVICES))
         if unknown:
             raise ValueError(f"devices: expected names among {', '.join(DEVICES)}; got {', '.join(unknown)}")
+        if not self.batch_sizes or len(set(self.batch_sizes)) < len(self.batch_sizes):
+            raise ValueError(f"batch_sizes: expected at least one, and each once; got {list(self.batch_sizes)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Bench:
       names: of the drafts, for people.
 
     Raises:
-      ValueError: as ``specjax.replay.rank_trace``.
+      ValueError: as ``specjax.replay.rank_trace``, and if no text goes on beyond its first token.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Bench:
         self.names = list(names) or [f"draft {place}" for place in range(len(self.drafts))]
         self.bounds = Bounds(tune.max_nodes, tune.max_depth, tune.most_draws, tune.screen, tune.seed)
         self.trace = rank_trace(target, drafts, texts, max_new_tokens=tune.max_new_tokens)
+        check_drafted(self.trace)
         self.capacity = int(prepare(target, texts, max_new_tokens=tune.max_new_tokens).inputs[0].shape[1])
 
     @classmethod
@@ -182,7 +185,8 @@ class Bench:
         sizes = [rows for rows in ROWS if rows < 2 * self.tune.max_nodes]
         most = 2 * self.tune.max_nodes * len(self.drafts)
         merged = [rows for rows in (*ROWS, 128, 256, 512) if max(sizes) < rows < most]
-        grid: dict[str, Any] = dict(batches=self.tune.batch_sizes, contexts=(self.capacity,), repeats=self.tune.repeats)
+        batches = sorted(self.tune.batch_sizes)  # in a config they may come in any order
+        grid: dict[str, Any] = dict(batches=batches, contexts=(self.capacity,), repeats=self.tune.repeats)
         measure = functools.cache(lambda place: measure_latency(self.drafts[place], rows=sizes, **grid))
         first = [next(i for i, other in enumerate(self.drafts) if _alike(draft, other)) for draft in self.drafts]
         target = measure_latency(self.target, rows=sizes + merged, **grid)

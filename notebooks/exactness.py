@@ -130,8 +130,15 @@ axes.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
 figure
 
 # %% [markdown]
-# Tokens 1 and 2, which the draft likes better than the target does, are too frequent, and token 0 lost a third of its
-# share. `check_verifier` tries a rule on random, sparse and degenerate problems and reports the first on which it
+# Half of the draws are refused. The residual would give eight tenths of those to token 0, of which the draft has too
+# few, and nothing to token 2, whose accepted draws are all that it is due. Sampling from $p$ again gives token 0 a half
+# of them and tokens 1 and 2 the rest: both are too frequent, and token 0 lost three tenths of its share.
+
+# %%
+assert np.allclose(emitted, [0.35, 0.35, 0.3, 0])
+
+# %% [markdown]
+# `check_verifier` tries a rule on random, sparse and degenerate problems and reports the first on which it
 # fails, with the numbers to compute it again by hand:
 
 # %%
@@ -167,8 +174,8 @@ acceptance = pd.DataFrame(
 acceptance.round(4)
 
 # %% [markdown]
-# With one draw all but naive sampling are the same rule, and it is the optimum. With more they part, always in this
-# order (a fact about twenty thousand problems, and not a theorem).
+# With one draw all but naive sampling are the same rule, and it is the optimum. With more they part, here in this
+# order, which is no theorem; that none exceeds the bound is one.
 
 # %%
 assert (acceptance.diff().iloc[1:] > -1e-9).all().all()

@@ -154,6 +154,7 @@ def show(nodes, parents, path):
 
 nodes, parents = draft(prompt, (1, 1, 1, 1))
 path, emitted = verify(score(target, prompt, nodes, parents), nodes, parents)
+assert path == [0] and emitted == truth[:1]
 print(f"one pass, {len(emitted)} token{'s' * (len(emitted) > 1)}:", *words(emitted))
 drawings.tree(show(nodes, parents, path))
 
@@ -180,6 +181,8 @@ drawings.tree(tree)
 # they are the five that incremental decoding took five passes for:
 
 # %%
+siblings = lambda at: [other for other, parent in enumerate(parents) if parent == parents[at]]
+assert [siblings(at).index(at) for at in path[1:]] == [1, 1, 0, 0]  # places among the SSM's choices
 assert emitted == truth
 
 # %% [markdown]
@@ -222,7 +225,7 @@ pd.DataFrame(rounds).set_index("method")
 # Rounds follow one another: the last emitted token is the next root. `sj.generate` does what was done by hand above,
 # in one compiled loop: drafting, scoring under the mask, the walk, and keeping the accepted rows in the KV caches of
 # both models. It counts *verify steps*, passes of the target, and *tokens per step* is the ratio that speculation is
-# about.
+# about. The first token comes from prefill, the pass that reads the prompt, and counts in neither.
 
 # %%
 plain = sj.generate(target, [prompt], max_new_tokens=40, eos_ids=())
@@ -230,6 +233,7 @@ result = sj.generate(target, [prompt], drafts=[ssm], tree=(3, 2, 1, 1), max_new_
 assert result.tokens == plain.tokens and result.tokens[0][:5] == truth
 
 print(tokenizer.decode(prompt + result.tokens[0]))
+assert np.isclose(result.stats.tokens_per_step, (40 - 1) / result.stats.verify_steps)
 print(f"\n{plain.stats.verify_steps} passes of the target without speculation, {result.stats.verify_steps} with:")
 print("accepted in each round:", *(item.accepted for item in result.rounds[0]))
 print(f"tokens per step: {result.stats.tokens_per_step:.2f}")

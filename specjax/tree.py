@@ -192,6 +192,11 @@ def check_schedule(schedule: Sequence[int]) -> None:
         raise ValueError("an expansion schedule needs at least one entry; Topology.chain(0) is the lone root")
     width, count = 1, 1
     for level, arity in enumerate(schedule):
+        if isinstance(arity, Sequence | np.ndarray) and not isinstance(arity, str):
+            raise ValueError(
+                f"expansion schedule {tuple(schedule)}: entry {level} is {arity!r}, expected an integer >= 1; a tree "
+                "given as paths of ranks is Topology.from_paths(paths)"
+            )
         if not _is_int(arity) or arity < 1:
             raise ValueError(
                 f"expansion schedule {tuple(schedule)}: entry {level} is {arity!r}, expected an integer >= 1"

@@ -180,7 +180,8 @@ def test_what_is_no_list_of_paths_is_refused(paths):
         (3, "a sequence such as"),
         ("32", "a sequence such as"),
         (None, "a sequence such as"),
-        ([[0], [1]], r"entry 0 is \[0\]"),
+        ([[0], [1]], r"entry 0 is \[0\].*Topology.from_paths"),
+        ((2, np.array([0])), "entry 1 is .*Topology.from_paths"),
     ],
 )
 def test_bad_schedules_are_named(schedule, message):

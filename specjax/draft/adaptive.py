@@ -81,8 +81,10 @@ def adaptive(
             f"expected {len(drafters)} numbers of tokens, and {len(batches)} rows of as many seconds; got shapes "
             f"{gains.shape} and {costs.shape}"
         )
-    if not (np.all(gains >= 1) and np.all(costs > 0) and np.all(np.diff(batches) > 0)):
-        raise ValueError("tokens per step are at least 1, seconds above 0, and batches ascend")
+    if not (np.all((gains >= 1) & np.isfinite(gains)) and np.all((costs > 0) & np.isfinite(costs))):
+        raise ValueError("tokens per step are at least 1, and seconds above 0; both are finite")
+    if not len(batches) or not batches[0] >= 1 or not np.all(np.diff(batches) > 0):
+        raise ValueError(f"batches ascend from at least 1, and there is one or more; got {tuple(batches)}")
     depth = max(drafter.max_depth for drafter in drafters)
     functions = tuple((member.init, member.propose, member.commit) for member in drafting)
     init, sizes, commit, choose = _functions(functions, len(drafting) < len(drafters), depth)

@@ -57,8 +57,8 @@ def grow(width: int, depth: int, nodes: int) -> Callable[[Model, str], Drafter]:
     The law holds: all that a draw's token decides (the chances of its younger siblings and of what is below it, and
     which less likely nodes are expanded beside those) comes after it in that order; ties go to the lesser depth, then
     to the older draw. So whether a draw is kept depends on draws before it, and never on its own token. That is enough
-    for verifiers that take draws one by one (``naive_tree``, ``multi_step``, ``without_replacement``, ``traversal``)
-    and not for others; see ``specjax.laws.grown``.
+    for verifiers that take draws one by one (``naive_tree``, ``without_replacement``, ``traversal``, and where draws
+    are i.i.d. ``multi_step``) and not for others; see ``specjax.laws.grown``.
 
     Draws are without replacement, i.i.d. (of which repeats are draws, but no nodes), or of shared noise, by
     ``draft_mode``. Cost as ``expand_and_rerank``.

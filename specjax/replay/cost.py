@@ -1,5 +1,6 @@
 """What a round costs: latency curves measured on the machine at hand, or modelled for a named device."""
 
+import dataclasses
 import json
 import pathlib
 import time
@@ -20,14 +21,24 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 PASSES = 8  # forwards in one timed call: in a loop inside one executable, as rounds are
 
 
-class Latency(NamedTuple):
-    """Seconds of one forward of a model, on a grid; between its points linear, beyond them the slope of the last."""
+@dataclasses.dataclass(frozen=True)
+class Latency:
+    """Seconds of one forward of a model, on a grid; between its points linear, beyond them the slope of the last.
+
+    Raises:
+      ValueError: for an axis that does not ascend, or seconds of another shape.
+    """
 
     source: str  # "measured on .." or "modelled for .."
     batches: tuple[int, ...]
     rows: tuple[int, ...]  # fed per sequence
     contexts: tuple[int, ...]  # rows of the cache that attention runs over: its capacity, unless a kernel skips
     seconds: np.ndarray  # [batches, rows, contexts]
+
+    def __post_init__(self):
+        shape = _check_axes(self.batches, self.rows, self.contexts)
+        if np.shape(self.seconds) != shape:
+            raise ValueError(f"seconds has shape {np.shape(self.seconds)}; the axes' points are {shape}")
 
     def __call__(self, batch: float, rows: float, context: float) -> float:
         """Seconds of a forward of ``rows`` rows in each of ``batch`` sequences."""
@@ -38,7 +49,7 @@ class Latency(NamedTuple):
 
     def save(self, path: pathlib.Path) -> None:
         """Write the curve as JSON."""
-        path.write_text(json.dumps({**self._asdict(), "seconds": self.seconds.tolist()}) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({**vars(self), "seconds": self.seconds.tolist()}) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: pathlib.Path) -> "Latency":
@@ -46,6 +57,14 @@ class Latency(NamedTuple):
         raw = json.loads(path.read_text(encoding="utf-8"))
         axes = {name: tuple(raw[name]) for name in ("batches", "rows", "contexts")}
         return cls(raw["source"], **axes, seconds=np.array(raw["seconds"]))
+
+
+def _check_axes(*axes: Sequence[int]) -> tuple[int, ...]:
+    """The grid's shape."""
+    for name, knots in zip(("batches", "rows", "contexts"), axes):
+        if not len(knots) or not knots[0] > 0 or not np.all(np.diff(knots) > 0):
+            raise ValueError(f"{name}: expected ascending numbers above 0, at least one; got {tuple(knots)}")
+    return tuple(map(len, axes))
 
 
 def _linear(knots: np.ndarray, values: np.ndarray, at: float) -> np.ndarray:
@@ -72,7 +91,11 @@ def measure_latency(
       model: a target or draft.
       batches, rows, contexts: the grid; contexts are cache capacities, half full.
       repeats: timed calls per point. They go round the grid, so that a busy spell slows all points alike.
+
+    Raises:
+      ValueError: for an axis that does not ascend.
     """
+    shape = _check_axes(batches, rows, contexts)
     grid = [(batch, count, context) for batch in batches for count in rows for context in contexts]
     calls = {point: _timed_forward(model, *point) for point in grid}
     taken: dict[tuple[int, int, int], list[float]] = {point: [] for point in grid}
@@ -82,7 +105,6 @@ def measure_latency(
             jax.block_until_ready(call())
             taken[point].append((time.perf_counter() - began) / PASSES)
     seconds = np.array([min(taken[point]) for point in grid])
-    shape = (len(batches), len(rows), len(contexts))
     source = f"measured on {jax.devices()[0].device_kind}"
     return Latency(source, tuple(batches), tuple(rows), tuple(contexts), seconds.reshape(shape))
 
@@ -204,8 +226,16 @@ class RoundCost(NamedTuple):
         Args:
           forwards: of each round, from ``forwards``.
           seconds: that it took.
+
+        Raises:
+          ValueError: for no round, forwards and seconds that do not pair up, or numbers that are no times.
         """
-        design = np.array([(*bare, 1.0) for bare in forwards]) / np.asarray(seconds, float)[:, None]
+        bare, taken = np.array(forwards, float), np.asarray(seconds, float)
+        if not len(bare) or taken.shape != (len(bare),):
+            raise ValueError(f"expected seconds of each of {len(bare)} rounds, and a round; got shape {taken.shape}")
+        if not (np.all((bare >= 0) & np.isfinite(bare)) and np.all((taken > 0) & np.isfinite(taken))):
+            raise ValueError(f"a round takes finite seconds above 0, and its forwards >= 0; got {taken} and {bare}")
+        design = np.column_stack([bare, np.ones(len(bare))]) / taken[:, None]
         # Each column by its size, so that a tolerance means the same for a factor and for seconds.
         sizes = np.maximum(np.linalg.norm(design, axis=0), np.finfo(float).tiny)
         found = optimize.nnls(design / sizes, np.ones(len(design)))[0] / sizes

@@ -53,9 +53,7 @@ def optimal_trees(acceptance: np.ndarray | Sequence, max_nodes: int) -> Optimum:
     Raises:
       ValueError: for another shape, no probabilities, or no node.
     """
-    table = np.asarray(acceptance, float)
-    if table.ndim != 2 or not table.size or not (np.all(table >= 0) and np.all(table.sum(1) <= 1 + 1e-6)):
-        raise ValueError(f"acceptance is a table [depth, rank] of probabilities whose rows sum to <= 1; got {table!r}")
+    table = _probabilities(acceptance)
     if max_nodes < 1:
         raise ValueError(f"a tree has at least its root; got {max_nodes=}")
     depth, ranks = table.shape
@@ -66,6 +64,13 @@ def optimal_trees(acceptance: np.ndarray | Sequence, max_nodes: int) -> Optimum:
             for nodes in range(1, max_nodes):
                 values[level, rank, nodes] = np.max(_with_child(values, table, level, rank, nodes))
     return Optimum(1 + values[0, 0], table, values)
+
+
+def _probabilities(acceptance: np.ndarray | Sequence) -> np.ndarray:
+    table = np.asarray(acceptance, float)
+    if table.ndim != 2 or not table.size or not (np.all(table >= 0) and np.all(table.sum(1) <= 1 + 1e-6)):
+        raise ValueError(f"acceptance is a table [depth, rank] of probabilities whose rows sum to <= 1; got {table!r}")
+    return table
 
 
 def _with_child(values: np.ndarray, table: np.ndarray, level: int, rank: int, nodes: int) -> np.ndarray:
@@ -81,8 +86,11 @@ def expected_tokens(tree: Tree, acceptance: np.ndarray | Sequence) -> float:
     Args:
       tree: a schedule, paths, or a Topology.
       acceptance: [D, K] as in ``optimal_trees``; nodes deeper or of a greater rank are never accepted.
+
+    Raises:
+      ValueError: for what is no tree, or no table of probabilities.
     """
-    table, rates = transitions(tree), np.asarray(acceptance, float)
+    table, rates = transitions(tree), _probabilities(acceptance)
     reach = np.zeros(len(table))
     reach[0] = total = 1.0
     for row in rates:
@@ -105,8 +113,15 @@ def best_size(optimum: Optimum, seconds: Callable[[Topology], float]) -> tuple[T
 
     Returns:
       The tree, and its expected seconds per token.
+
+    Raises:
+      ValueError: for seconds that are not finite or not above 0, naming the tree's size.
     """
     trees = [optimum.topology(nodes) for nodes in range(1, len(optimum.expected) + 1)]
-    times = [seconds(tree) / expected for tree, expected in zip(trees, optimum.expected)]
+    taken = [float(seconds(tree)) for tree in trees]
+    for tree, took in zip(trees, taken):
+        if not 0 < took < np.inf:
+            raise ValueError(f"a round takes finite seconds above 0; with {tree.shape.num_nodes} nodes it takes {took}")
+    times = [took / float(expected) for took, expected in zip(taken, optimum.expected)]
     best = int(np.argmin(times))
     return trees[best], times[best]

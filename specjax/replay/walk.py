@@ -41,7 +41,11 @@ def tokens_per_step(trace: RankTrace, trees: Iterable[Tree]) -> np.ndarray:
 
 
 def verify_steps(trace: RankTrace, trees: Iterable[Tree]) -> np.ndarray:
-    """Verify steps [I, P] of each tree on each prompt; arguments and errors are those of ``tokens_per_step``."""
+    """Verify steps [I, P] of each tree on each prompt; arguments are those of ``tokens_per_step``.
+
+    Raises:
+      ValueError: for what is no tree.
+    """
     tables = pack([transitions(tree) for tree in trees])
     together = max(1, min(TOGETHER, len(tables)))
     spare = np.broadcast_to(tables[:1], (-len(tables) % together, *tables.shape[1:]))
@@ -51,7 +55,11 @@ def verify_steps(trace: RankTrace, trees: Iterable[Tree]) -> np.ndarray:
 
 
 def rounds(trace: RankTrace, tree: Tree) -> list[list[ReplayedRound]]:
-    """Every round of every prompt with one tree: what ``generate(..).rounds`` would say."""
+    """Every round of every prompt with one tree: what ``generate(..).rounds`` would say.
+
+    Raises:
+      ValueError: for what is no tree.
+    """
     table = pack([transitions(tree)])
     ends = np.asarray(_round_ends(table, *_columns(trace, table)))[:, 0]  # [T - 1, P]
     found = []

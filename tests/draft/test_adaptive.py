@@ -122,6 +122,11 @@ def test_nothing_is_compiled_after_warm_up():
         (dict(expected=[1.0]), "2 numbers of tokens"),
         (dict(seconds=[1.0, 0.0]), "above 0"),
         (dict(batches=(1, 2)), "2 rows"),
+        (dict(batches=(), seconds=np.zeros((0, 2))), "one or more"),
+        (dict(batches=(2, 1), seconds=np.ones((2, 2))), "ascend"),
+        (dict(batches=(0,)), "from at least 1"),
+        *((dict(expected=[1.0, value]), "finite") for value in (np.inf, np.nan)),
+        *((dict(seconds=[1.0, value]), "finite") for value in (np.inf, np.nan)),
     ],
 )
 def test_nonsense_is_refused(change, message):

@@ -52,6 +52,10 @@ def test_jsonl(load, tmp_path):
         ('{"prompt": 3}', 1, "line 1: expected"),
         ('["prompt"]', 1, "line 1: expected"),
         ('{"prompt": ""}', 1, "has no tokens"),
+        ('{"prompt": "a", "name": null}', 1, "line 1: 'name' is None"),
+        ("[" * 99_999, 1, "line 1: not JSON"),
+        ('{"prompt": "a", "more": ' + "[" * 9999 + "]" * 9999 + "}", 1, "line 1: not JSON"),
+        ('{"prompt": "a", "more": ' + "1" * 5000 + "}", 1, "line 1: not JSON"),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(load, tmp_path, content, count, words):
@@ -61,6 +65,13 @@ def test_a_bad_file_is_named_with_its_line(load, tmp_path, content, count, words
     with pytest.raises(ConfigError, match="run.") as error:
         load(path, count)
     assert words in str(error.value) and str(path) in str(error.value)
+
+
+def test_a_json_array_is_not_read_line_by_line(load, tmp_path):
+    path = tmp_path / "some.json"
+    path.write_text('[\n{"prompt": "a"}\n]')
+    with pytest.raises(ConfigError, match="expected JSONL"):
+        load(path)
 
 
 def test_fingerprints_change_with_the_tokens(load):
@@ -115,8 +126,22 @@ def test_public_sets_have_their_templates(load, monkeypatch, tmp_path, name):
     with pytest.raises(ConfigError, match="99 asked for"):
         load(name, 99)
     (tmp_path / f"data/{name}.jsonl").write_text('{"something": "else"}')
-    with pytest.raises(ConfigError, match=f"row 0 of {name} has no '{given.fields[0]}'"):
+    with pytest.raises(ConfigError, match=f"row 0 of {name} has no '{next(iter(given.fields))}'"):
         load(name)
+
+
+@pytest.mark.parametrize("name", prompts.NAMED)
+def test_fields_of_public_sets_have_their_types(load, monkeypatch, tmp_path, name):
+    """Every field of every set, of the second row; a text where a list of turns is wanted, and no turn, too."""
+    monkeypatch.setattr(config, "REPOSITORY", tmp_path)
+    (tmp_path / "data").mkdir()
+    good = ROWS[name][-1]
+    for field, kind in prompts.NAMED[name].fields.items():
+        for wrong in (None, 3, {}, *(("Hello world", [], [None]) if kind is list else (["Hello world"],))):
+            rows = [good, {**good, field: wrong}]
+            (tmp_path / f"data/{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+            with pytest.raises(ConfigError, match=f"row 1 of {name}: '{field}' is "):
+                load(name, 2)
 
 
 def test_a_set_that_is_not_here_names_the_file(load, monkeypatch, tmp_path):

@@ -145,7 +145,12 @@ def test_tokens_are_shown_as_what_they_add(byte_tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [(["--cell", "3"], "--cell 3: there are 2"), (["--prompt", "1"], "run.num_prompts is 1")]
+    ("arguments", "words"),
+    [
+        (["--cell", "3"], "--cell 3: there are 2"),
+        (["--cell", "0"], "--cell 0: there are 2"),
+        (["--prompt", "1"], "run.num_prompts is 1"),
+    ],
 )
 def test_what_is_not_there_is_refused(zoo, tmp_path, capsys, arguments, words):
     assert trace.main([config_of(zoo, tmp_path), *arguments]) == 2 and words in capsys.readouterr().err

@@ -1,14 +1,15 @@
 """The tuner: what it ranks and decodes, and that its predictions are of what it measures."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import specjax as sj
-from experiments import search, tune
+from experiments import search, tune, tuner
 from experiments.search import schedules
-from experiments.tuner import KINDS, Confirmed
+from experiments.tuner import KINDS, Confirmed, Tune
 from specjax.models import DecoderConfig
 from specjax.replay import DEVICES, Forwards, Latency, RankTrace, RoundCost, roofline
 
@@ -144,6 +145,53 @@ def test_overheads_are_fitted_to_rounds():
     assert RoundCost(curve, (curve,)).fitted(bare[:1], [2.0])(search.shape_of((1,)), (), batch=1, context=128) > 0
 
 
+@pytest.mark.parametrize(
+    ("forwards", "seconds", "message"),
+    [
+        ([], [], "0 rounds"),
+        ([(1.0, 0.0)], [1.0, 2.0], "1 rounds"),
+        *(([(1.0, 0.0)], [value], "finite seconds above 0") for value in (0.0, -1.0, np.nan, np.inf)),
+        *(([(value, 0.0)], [1.0], "its forwards >= 0") for value in (-1.0, np.nan, np.inf)),
+    ],
+)
+def test_costs_are_not_fitted_to_what_are_no_times(forwards, seconds, message):
+    curve = Latency("measured on paper", (1,), (1,), (128,), np.ones((1, 1, 1)))
+    with pytest.raises(ValueError, match=message):
+        RoundCost(curve, (curve,)).fitted([Forwards(*each) for each in forwards], seconds)
+
+
+@pytest.mark.parametrize("batches", [(2, 1), (1, 1), (), (0, 1)])
+def test_curves_are_over_axes_that_ascend(batches):
+    seconds = np.ones((len(batches), 1, 1))
+    with pytest.raises(ValueError, match="batches: expected ascending"):
+        Latency("measured on paper", batches, (1,), (128,), seconds)
+    with pytest.raises(ValueError, match="rows: expected ascending"):
+        roofline(LLAMA, DEVICES["h200"], rows=batches)
+    with pytest.raises(ValueError, match="2, 1, 1"):
+        Latency("measured on paper", (1, 2), (1,), (128,), np.ones((1, 1, 1)))
+
+
+def test_batch_sizes_of_a_config_come_in_any_order(monkeypatch):
+    """A curve over batches 8 and 1, of a machine that takes a second a sequence."""
+
+    def measured(model, *, batches, rows, contexts, repeats):
+        seconds = np.broadcast_to(np.reshape(batches, (-1, 1, 1)), (len(batches), len(rows), len(contexts)))
+        return Latency("measured on paper", tuple(batches), tuple(rows), tuple(contexts), seconds)
+
+    monkeypatch.setattr(tuner, "measure_latency", measured)
+    bench = SimpleNamespace(tune=Tune(name="any", batch_sizes=(8, 1)), target=None, drafts=[], capacity=64)
+    curve = tuner.Bench.curves.func(bench).target
+    assert [curve(batch, 1, 64) for batch in (1, 4, 8)] == [1, 4, 8]
+
+
+def test_texts_without_rounds_are_not_ranked():
+    curve = Latency("measured on paper", (1,), (1,), (128,), np.ones((1, 1, 1)))
+    ranks = np.zeros((1, 2, 8), np.int32)
+    trace = RankTrace(ranks[0], np.ones(2, np.int32), ranks, ranks > 0, ranks[0] > 0)
+    with pytest.raises(ValueError, match="ends at its first token"):
+        search.rank(trace, search.Bounds(4, 2, 2, 9), RoundCost(curve, (curve,)), 1, 128, finished_rows_wait=True)
+
+
 def test_rounds_of_a_batch():
     """Prompts of 3, 5, 1 and 2 verify steps, two at a time: the longer one of each pair, or half of all."""
     steps = np.array([[3, 5, 1, 2], [1, 1, 1, 1]])
@@ -154,7 +202,12 @@ def test_rounds_of_a_batch():
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("tune.devices=['abacus']", "expected names among a100"), ("models.drafts=[]", "at least one draft")],
+    [
+        ("tune.devices=['abacus']", "expected names among a100"),
+        ("models.drafts=[]", "at least one draft"),
+        ("tune.batch_sizes=[4, 1, 4]", "batch_sizes: expected at least one, and each once"),
+        ("tune.batch_sizes=[]", "batch_sizes"),
+    ],
 )
 def test_a_bad_config_is_refused(line, message, capsys):
     assert tune.main(["configs/tune.toml", "--set", line]) == 2

@@ -102,10 +102,23 @@ def test_the_hardware_decides_the_size():
     assert sizes[-1] == 1
 
 
-@pytest.mark.parametrize(
-    ("acceptance", "nodes", "message"),
-    [([0.5, 0.2], 4, "table"), ([[0.9, 0.3]], 4, "sum to <= 1"), ([[-0.1]], 4, "probabilities"), ([[0.5]], 0, "root")],
-)
-def test_nonsense_is_refused(acceptance, nodes, message):
+NO_TABLES = (([0.5, 0.2], "table"), ([[0.9, 0.3]], "sum to <= 1"), ([[-0.1]], "probabilities"), ([[np.nan]], "table"))
+
+
+@pytest.mark.parametrize(("acceptance", "message"), NO_TABLES)
+def test_what_is_no_table_of_probabilities_is_refused(acceptance, message):
     with pytest.raises(ValueError, match=message):
-        optimal_trees(acceptance, nodes)
+        optimal_trees(acceptance, 4)
+    with pytest.raises(ValueError, match=message):
+        expected_tokens((2, 2), acceptance)
+
+
+def test_a_tree_without_its_root_is_refused():
+    with pytest.raises(ValueError, match="root"):
+        optimal_trees([[0.5]], 0)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, 0.0, -1.0, np.inf])
+def test_what_is_no_time_chooses_no_tree(wrong):
+    with pytest.raises(ValueError, match=f"with 2 nodes it takes {wrong}"):
+        best_size(optimal_trees([[0.5]], 3), lambda tree: wrong if tree.shape.num_nodes == 2 else 1.0)
