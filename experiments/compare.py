@@ -1,5 +1,6 @@
 """Several runs side by side: what differs between their settings, and what came of the cells that they share."""
 
+import collections
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +9,6 @@ import numpy as np
 import pandas as pd
 
 from experiments import metrics, store
-from experiments.config import ConfigError
 
 ABOUT = """\
 Tokens per step, and in brackets how many times the first run's; then speed-ups, each over incremental decoding beside
@@ -18,24 +18,18 @@ whose tokens differ from the first run's, of those that both have.
 
 
 def markdown(runs: Sequence[store.Store]) -> str:
-    """A comparison of at least two runs.
+    """A comparison of at least two runs, each with a finished cell.
 
     Cells of different runs are one row where their method, drafts and sampling are the same, and whatever else varies
     inside one of the runs.
-
-    Raises:
-      ConfigError: for a run of which no cell is finished.
     """
-    empty = [f"{run.directory}: no cell is finished" for run in runs if not run.rows]
-    if empty:
-        raise ConfigError(empty)
     tables = [metrics.frame(run.rows, list(run.header["cells"])) for run in runs]
     summaries = [metrics.summarize(table) for table in tables]
     keys = _keys(summaries)
     rows: dict[tuple, list[dict[str, Any] | None]] = {}
     for number, summary in enumerate(summaries):
         for row in metrics.rows_of(summary):
-            key = tuple(row.get(name, "") for name in keys)
+            key = tuple(metrics.shown(row.get(name)) for name in keys)
             rows.setdefault(key, [None] * len(runs))[number] = row
     letters = [chr(ord("A") + number) if number < 26 else f"run {number + 1}" for number in range(len(runs))]
     lines = ["# Runs compared", ""]
@@ -54,7 +48,8 @@ def markdown(runs: Sequence[store.Store]) -> str:
     for found in rows.values():
         row = next(item for item in found if item is not None)
         warp = metrics.warp_name(row["decode.temperature"], row["decode.top_k"], row["decode.top_p"])
-        entries = [f"`{row['method']}`", row["ssms"], warp, row["verifying"], *(str(row[name]) for name in extra)]
+        entries = [f"`{row['method']}`", row["ssms"], warp, row["verifying"]]
+        entries += [metrics.shown(row.get(name)) for name in extra]
         entries += [_tokens(item, found[0]) for item in found] + [_speed(item) for item in found]
         entries += [_text(found[0], item, texts[0], texts[at]) for at, item in enumerate(found) if at]
         lines.append("| " + " | ".join(entries) + " |")
@@ -95,12 +90,10 @@ def _differences(letters: Sequence[str], runs: Sequence[store.Store]) -> list[st
 def _tokens(row: dict[str, Any] | None, first: dict[str, Any] | None) -> str:
     if row is None:
         return "-"
-    shown = f"{row['tokens_per_step']:.2f}"
-    return (
-        shown
-        if row is first or first is None
-        else f"{shown} ({row['tokens_per_step'] / first['tokens_per_step']:.2f}x)"
-    )
+    shown = metrics.shown(row["tokens_per_step"], ".2f")
+    if row is first or first is None:
+        return shown
+    return f"{shown} ({metrics.shown(row['tokens_per_step'] / first['tokens_per_step'], '.2f')}x)"
 
 
 def _speed(row: dict[str, Any] | None) -> str:
@@ -110,9 +103,13 @@ def _speed(row: dict[str, Any] | None) -> str:
 
 
 def _texts(table: pd.DataFrame) -> dict[tuple, Any]:
-    """Tokens by cell, prompt's name and length."""
-    rows = metrics.rows_of(table)
-    return {(row["cell"], row["name"], row["prompt_tokens"]): row["tokens"] for row in rows}
+    """Tokens by cell, prompt's name and length, and how many such prompts came before it: names may repeat."""
+    found, seen = {}, collections.Counter()
+    for row in metrics.rows_of(table):
+        key = row["cell"], row["name"], row["prompt_tokens"]
+        found[*key, seen[key]] = row["tokens"]
+        seen[key] += 1
+    return found
 
 
 def _text(first: dict[str, Any] | None, other: dict[str, Any] | None, ours: dict, theirs: dict) -> str:

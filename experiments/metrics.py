@@ -134,15 +134,26 @@ def short_names(names: Sequence[str]) -> str:
 
 
 def untimed(row: Row) -> str:
-    """Why a cell has no times."""
+    """Why a cell has no times, or "-" where it has them and every prompt ended at its first token."""
+    if not row["steps"]:
+        return "-"
     return "replayed" if row["run.measure"] == "replay" else "untimed"
+
+
+def shown(value: Any, form: str = "") -> str:
+    """A setting or a number in a table; "-" where a cell has none."""
+    if value is None or value != value:
+        return "-"
+    if not form and isinstance(value, float) and value.is_integer():
+        value = int(value)  # a column of integers with gaps is one of floats
+    return format(value, form) if form else str(value)
 
 
 def one_line(records: Sequence[Row]) -> str:
     """A finished cell's result in a few words."""
     row = _summary(records)
     speed = untimed(row) if np.isnan(row["speedup"]) else f"{row['speedup']:.2f}x"
-    return f"{row['tokens_per_step']:.2f} tokens/step, {speed}"
+    return f"{shown(row['tokens_per_step'], '.2f')} tokens/step, {speed}"
 
 
 def _by_cell(table: pd.DataFrame) -> list[list[dict[str, Any]]]:

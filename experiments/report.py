@@ -34,7 +34,8 @@ def _timed(row: metrics.Row, name: str, form: str) -> str:
 def _between(row: metrics.Row, kind: str) -> str:
     if not row["ssms"]:  # each of its steps emits one token
         return ""
-    return f"{row[f'tokens_per_step{kind}_low']:.2f} to {row[f'tokens_per_step{kind}_high']:.2f}"
+    low, high = row[f"tokens_per_step{kind}_low"], row[f"tokens_per_step{kind}_high"]
+    return f"{low:.2f} to {high:.2f}" if low <= high else "-"
 
 
 class Column(NamedTuple):
@@ -57,7 +58,7 @@ COLUMNS = (
     Column("drafted", lambda row: f"{row['drafted']}", roomy=True),
     Column("accepted", lambda row: f"{row['accepted']}", roomy=True),
     Column("steps", lambda row: f"{row['steps']}"),
-    Column("tokens/step", lambda row: f"{row['tokens_per_step']:.2f}"),
+    Column("tokens/step", lambda row: metrics.shown(row["tokens_per_step"], ".2f")),
     Column("of prompts", lambda row: _between(row, ""), roomy=True),
     Column("resampled", lambda row: _between(row, "_resampled"), roomy=True),
     Column("decode s", lambda row: _timed(row, "decode_seconds", "{:.2f}")),
@@ -137,7 +138,8 @@ def _same_text(row: Mapping[str, Any]) -> str:
 
 
 def _columns(summary: pd.DataFrame) -> list[Column]:
-    extra = [Column(name, lambda row, name=name: f"{row[name]}", left=True) for name in metrics.varying(summary)]
+    names = metrics.varying(summary)
+    extra = [Column(name, lambda row, name=name: metrics.shown(row[name]), left=True) for name in names]
     return [*COLUMNS[:2], *extra, *COLUMNS[2:]]
 
 
@@ -157,7 +159,7 @@ def _markdown(header: Mapping[str, Any], table: pd.DataFrame, summary: pd.DataFr
     run, models = header["config"]["run"], header["config"]["models"]
     cells = list(header["cells"].values())
     done = sum(entry["status"] == "done" for entry in cells)
-    by_prompt = list({(row["run.prompts"], row["name"]): row for row in metrics.rows_of(table)}.values())
+    by_prompt = list({(row["run.prompts"], row["prompt"]): row for row in metrics.rows_of(table)}.values())
     lengths, cut = [row["prompt_tokens"] for row in by_prompt], sum(row["prompt_cut"] for row in by_prompt)
     shapes = (
         "all trees are padded to common bounds and share one executable, so times are those of the largest"
@@ -191,9 +193,7 @@ def _markdown(header: Mapping[str, Any], table: pd.DataFrame, summary: pd.DataFr
     failed = [(cell, entry) for cell, entry in header["cells"].items() if entry["status"] == "failed"]
     if failed:
         lines += ["", "## Failed cells", ""]
-        lines += [
-            f"- {entry['method']} (`{cell}`): `{entry['error'].strip().splitlines()[-1]}`" for cell, entry in failed
-        ]
+        lines += [f"- {entry['method']} (`{cell}`): `{store.reason(entry)}`" for cell, entry in failed]
     lines += ["", "## Where the numbers come from", ""]
     used = sorted(table["session"].unique())
     for session in (header["sessions"][number] for number in used):
@@ -240,7 +240,7 @@ def _credit(table: pd.DataFrame, summary: pd.DataFrame) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status: 0, or 2 for a directory that holds no run."""
+    """The command; returns its exit status: 0, or 2 for a directory that holds no run or none that has results."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.report", description="Report a run, or compare several."
     )
@@ -249,20 +249,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", type=pathlib.Path, metavar="FILE", help="write the comparison of several there as well"
     )
     args = parser.parse_args(arguments)
+    if args.out and len(args.runs) == 1:
+        parser.error("argument --out: expected several runs to compare; the report of one is in its directory")
     screen = command.screen()
     try:
         runs = [store.load(directory) for directory in args.runs]
+        empty = [f"{run.directory}: no cell is finished" for run in runs if not run.rows]
+        if empty:
+            raise ConfigError(empty)
         if len(runs) == 1:
             write(runs[0], screen)
             return 0
         text = compare.markdown(runs)
+        if args.out:
+            _save(args.out, text + "\n")
     except ConfigError as error:
         print(*(f"error: {problem}" for problem in error.problems), sep="\n", file=sys.stderr)
         return 2
     screen.print(text, markup=False, highlight=False, soft_wrap=True)
-    if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
     return 0
+
+
+def _save(path: pathlib.Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([f"--out {path}: {error.strerror}"]) from None
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -53,19 +53,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             directory = args.out or config.REPOSITORY / "runs" / name
         cells = sweep.cells(experiment)
         screening.check(cells)
+        header = {"id": config.digest(experiment), "config": config.to_dict(experiment)}
+        known = store.check(directory, header)
         if args.dry_run:
-            _print(cells, directory, screen)
+            _print(cells, (known or {}).get("cells", {}), directory, screen)
             return 0
-        return _run(experiment, cells, directory, args.jobs, arguments, screen)
+        return _run(header, cells, directory, args.jobs, arguments, screen)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return 2
 
 
-def _print(cells: Sequence[Cell], directory: pathlib.Path, screen: Console) -> None:
-    """What would run; nothing is loaded."""
-    known = store.header(directory).get("cells", {}) if (directory / "run.json").exists() else {}
+def _print(cells: Sequence[Cell], known: Mapping[str, Any], directory: pathlib.Path, screen: Console) -> None:
+    """What would run, and what run.json knows of it; nothing is loaded."""
     for number, cell in enumerate(cells, start=1):
         status = known.get(cell.id, {}).get("status", "pending")
         screen.print(f"{number}/{len(cells)} {cell.id} {_title(cell.config)}: {status}", markup=False, highlight=False)
@@ -75,7 +76,7 @@ def _print(cells: Sequence[Cell], directory: pathlib.Path, screen: Console) -> N
 
 
 def _run(
-    experiment: Experiment,
+    header: Mapping[str, Any],
     cells: Sequence[Cell],
     directory: pathlib.Path,
     jobs: int,
@@ -85,11 +86,7 @@ def _run(
     if jobs > 1 and jax.devices()[0].platform != "cpu":
         raise ConfigError([f"--jobs {jobs}: processes cannot share {_device()}; leave it out"])
     makes = Workshop(cells, timed=jobs == 1)
-    header = {
-        "id": config.digest(experiment),
-        "config": config.to_dict(experiment),
-        "inputs": {**makes.check(cells), "device": _device()},
-    }
+    header = {**header, "inputs": {**makes.check(cells), "device": _device()}}
     cells = makes.screening.cells(cells)
     makes.fit(cells)
     about = {cell.id: {"method": _title(cell.config), "rows": cell.config.run.num_prompts} for cell in cells}

@@ -63,13 +63,16 @@ def opened(
 
     Args:
       directory: made where it does not exist.
-      header: ``config`` and ``inputs``, which must be those of the run that is there; what else run.json is to say.
+      header: ``id``, ``config`` and ``inputs``, which must be those of the run that is there; what else run.json is to
+        say.
       cells: id -> ``rows``, the number of rows of the cell when finished, and what else run.json is to say of it.
       session: about this process; sessions are listed in run.json, and rows refer to them.
 
     Raises:
-      ConfigError: if the directory holds another run, files that are no run, or a run somebody is working on.
+      ConfigError: if the directory holds another run, rows of other cells, files that are no run, or a run somebody is
+        working on. Nothing is touched then.
     """
+    check(directory, header)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -79,9 +82,7 @@ def opened(
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
         except OSError:
             raise ConfigError([f"{directory}: another process is working on this run"]) from None
-        before = _read_header(directory)
-        if before is not None:
-            _check_same(directory, before, header)
+        before = check(directory, header)  # again, since another process may have been at work until now
         rows = _read_rows(directory / "records.jsonl", cells)
         finished = {row["cell"] for row in rows}
         entries = {
@@ -92,6 +93,32 @@ def opened(
         store = Store(directory, {**header, "cells": entries, "sessions": sessions}, rows)
         store.save()
         yield store
+
+
+def check(directory: pathlib.Path, header: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What run.json holds, where ``header`` is of the run that is there; None where a run would begin.
+
+    Args:
+      directory: of a run; need not exist.
+      header: as for ``opened``; ``inputs`` are not compared where it has none yet.
+
+    Raises:
+      ConfigError: if the directory holds another run, or files that are no run.
+    """
+    before = _read_header(directory)
+    if before is not None:
+        _check_same(directory, before, header)
+        return before
+    try:
+        others = sorted(path.name for path in directory.iterdir() if path.name not in (".lock", "run.json.new"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError([f"{directory}: cannot be a run's directory: {error.strerror}"]) from None
+    if others:
+        shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        raise ConfigError([f"{directory}: holds {shown} and no run.json, so it is no run; choose another directory"])
+    return None
 
 
 def header(directory: pathlib.Path) -> dict[str, Any]:
@@ -110,7 +137,7 @@ def load(directory: pathlib.Path) -> Store:
     """A run as it stands, to be read.
 
     Raises:
-      ConfigError: if the directory holds no run.
+      ConfigError: if the directory holds no run, or rows of cells that its run.json has not.
     """
     found = header(directory)
     if not isinstance(found.get("cells"), dict):
@@ -128,27 +155,33 @@ def _read_header(directory: pathlib.Path) -> dict[str, Any] | None:
     """What run.json holds; None where a run begins."""
     path = directory / "run.json"
     if not path.exists():
-        if (directory / "records.jsonl").exists():
-            raise ConfigError([f"{directory}: records.jsonl without run.json is no run of ours; choose another --out"])
         return None
     with contextlib.suppress(ValueError):
         header = json.loads(path.read_text(encoding="utf-8"))
         wanted = {"config": dict, "inputs": dict, "sessions": list}
         if isinstance(header, dict) and all(isinstance(header.get(key), kind) for key, kind in wanted.items()):
             return header
-    raise ConfigError([f"{path}: not a run.json of ours; choose another --out"])
+    raise ConfigError([f"{path}: not a run.json of ours; choose another directory"])
 
 
 def _check_same(directory: pathlib.Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Rows of two experiments are never mixed."""
+    """Rows of two experiments are never mixed, nor those of one whose run.json was edited in between."""
     changed = [
         f"{key} was {json.dumps(old)}, is {json.dumps(new)}"
         for part in ("config", "inputs")
+        if part in now
         for key, old, new in _differences(before[part], json.loads(json.dumps(now[part])), part)
     ]
     if changed:
         shown = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
-        raise ConfigError([f"{directory}: holds another run ({shown}); choose another --out, or remove that directory"])
+        raise ConfigError([f"{directory}: holds another run ({shown}); choose another directory, or remove that one"])
+    if before.get("id") != now.get("id"):
+        raise ConfigError(
+            [
+                f"{directory}/run.json: the run began as {before.get('id')}, and its config is that of {now.get('id')} "
+                "now; undo what was edited, or run the other config in another directory"
+            ]
+        )
 
 
 def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
@@ -169,14 +202,26 @@ def _read_rows(path: pathlib.Path, cells: Mapping[str, Mapping[str, Any]]) -> li
 
 
 def _whole(path: pathlib.Path, cells: Mapping[str, Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The rows of whole cells, and the file's text."""
+    """The rows of whole cells, and the file's text.
+
+    What a kill left is passed over; rows of cells that the run has not are somebody's results, and are refused.
+    """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     by_cell: dict[str, dict[int, dict[str, Any]]] = {}
     for line in text.split("\n"):
         with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):  # the torn last line of a killed process
             row = json.loads(line)
             by_cell.setdefault(row["cell"], {})[row["prompt"]] = row
-    whole = {cell: rows for cell, rows in by_cell.items() if cell in cells and len(rows) == cells[cell]["rows"]}
+    strange = [cell for cell in by_cell if cell not in cells]
+    if strange:
+        shown = ", ".join(map(str, strange[:3])) + (", ..." if len(strange) > 3 else "")
+        raise ConfigError(
+            [
+                f"{path}: holds rows of {len(strange)} cells that are not of this run ({shown}), which going on would "
+                "lose: run.json was edited, or screening found other schedules; choose another directory"
+            ]
+        )
+    whole = {cell: rows for cell, rows in by_cell.items() if len(rows) == cells[cell]["rows"]}
     return [row for rows in whole.values() for row in rows.values()], text
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -67,6 +68,8 @@ class Table:
     def __post_init__(self):
         names = [row.name for row in self.row]
         for claim in self.above:
+            if claim.first > len(self.columns):
+                raise ValueError(f"above: first is {claim.first}; expected at most {len(self.columns)}")
             for name in (claim.row, claim.than):
                 if name not in names:
                     raise ValueError(f"above: no row is called {name!r}; expected one of {', '.join(names)}")
@@ -227,8 +230,10 @@ def paths(tree: sj.Topology) -> tuple[tuple[int, ...], ...]:
 
 
 def ratio(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, float]:
-    """Total over total of prompts [P], and its standard error over prompts."""
+    """Total over total of prompts [P], and its standard error over prompts; NaN where there is nothing to count."""
     total = denominators.sum()
+    if not total:
+        return math.nan, math.nan
     mean = numerators.sum() / total
     count = len(numerators)
     spread = np.sum((numerators - mean * denominators) ** 2) * count / max(count - 1, 1)
@@ -295,14 +300,16 @@ def _why(cells: dict[str, list[Cell]], bench: Bench) -> list[str]:
     sums = bench.sums(cell.config)
     counted = sums.trace("multi_step").drafted
     means = [0.0, *(float(sums.success["multi_step"][..., k][counted].mean()) for k in range(5))]
-    first, *later = [1 - (1 - after) / (1 - before) for before, after in itertools.pairwise(means)]
+    # Where all earlier draws are accepted, there is no later one.
+    first, *rest = [1 - (1 - after) / (1 - before) for before, after in itertools.pairwise(means) if before < 1]
+    later = ", ".join(f"{value:.2f}" for value in rest) or "none"
     return [
         "What it rests on: greedy rows read the target's greedy text, whose next token is often plain; the others read "
         f"text sampled at temperature {cell.config.decode.temperature:g}, where the target's likeliest token has "
         f"probability {float(sums.largest[counted].mean()):.2f} on average. Multi-step sampling accepts the first draw "
-        f"with probability {first:.2f} there, and each later one, given that all before were refused, with "
-        f"{', '.join(f'{value:.2f}' for value in later)}: a refusal leaves the tokens that the SSM gives too "
-        "little to, and the smaller its share of them, the less is gained by another draw."
+        f"with probability {first:.2f} there, and each later one, given that all before were refused, with {later}: a "
+        "refusal leaves the tokens that the SSM gives too little to, and the smaller its share of them, the less is "
+        "gained by another draw."
     ]
 
 

@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 from rich.console import Console
 
@@ -39,19 +40,24 @@ def verdicts(result: "Result") -> list[str]:
     table, lines = result.table, []
     means = {name: [value.mean for value in row] for name, row in result.values.items()}
     if table.rises:
-        falls = [name for name, row in means.items() if any(b < a for a, b in zip(row, row[1:]))]
-        lines.append(f"Not rising along the row: {', '.join(falls)}." if falls else "Every row rises, as published.")
+        unknown = [name for name, row in means.items() if np.isnan(row).any()]
+        falls = [name for name, row in means.items() if name not in unknown and np.any(np.diff(row) < 0)]
+        lines += [f"Not rising along the row: {', '.join(falls)}."] if falls else []
+        lines += [f"Not measured, so rising or not: {', '.join(unknown)}."] if unknown else []
+        lines += [] if falls or unknown else ["Every row rises, as published."]
     for claim in table.above:
         if claim.row in means and claim.than in means:
             pairs = list(zip(means[claim.row], means[claim.than], strict=True))[claim.first - 1 :]
-            ratios = [high / low for high, low in pairs]
-            holds = min(ratios) >= claim.factor
             at = f" from {table.columns[claim.first - 1]} on" if claim.first > 1 else ""
-            shown = f"{min(ratios):.2f}" + (f" to {max(ratios):.2f}" if len(ratios) > 1 else "")
             wanted = f"at least {claim.factor:g} times {claim.than}" if claim.factor != 1 else f"above {claim.than}"
+            if not all(low > 0 and high >= 0 for high, low in pairs):  # or not a number
+                lines.append(f"Not measured: whether {claim.row} is {wanted}{at}; a value is missing or 0.")
+                continue
+            ratios = [high / low for high, low in pairs]
+            shown = f"{min(ratios):.2f}" + (f" to {max(ratios):.2f}" if len(ratios) > 1 else "")
             lines.append(
                 f"{claim.row} is {wanted}{at}, as published: {shown} times."
-                if holds
+                if min(ratios) >= claim.factor
                 else f"NOT as published: {claim.row} should be {wanted}{at}, and is {shown} times."
             )
     return lines
@@ -96,7 +102,7 @@ def _down(result: "Result") -> list[str]:
 
 
 def _show(value) -> str:
-    return f"{value.mean:.3f} +- {value.error:.3f}"
+    return "not measured" if np.isnan(value.mean) else f"{value.mean:.3f} +- {value.error:.3f}"
 
 
 def _rows(results: Sequence["Result"]) -> list[dict]:

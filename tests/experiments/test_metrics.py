@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments import metrics, plots, report, workshop
+from experiments import compare, metrics, plots, report, store, workshop
 
 SETTINGS = {
     "method": "<2,1>",
@@ -205,3 +205,78 @@ def test_a_setting_that_no_cell_has_does_not_vary():
     unset = {"models.attention": [None, None], "decode.draft_warp.temperature": [np.nan, np.nan]}
     summary = pd.DataFrame({"drafting": ["iid", "iid"], "run.batch_size": [1, 4], **unset})
     assert metrics.varying(summary) == ["run.batch_size"]
+
+
+def finished(directory, *rows: dict, **failed: str) -> store.Store:
+    """A run with these rows, and cells that failed of what is given."""
+    about = {"prompt_tokens": 7, "prompt_cut": False, "session": 0, "tokens": [1, 2], "run.prompts": "p.jsonl"}
+    cells = {row["cell"]: {"method": "m", "rows": 1, "status": "done", "error": None} for row in rows}
+    for cell, error in failed.items():
+        cells[cell] = {"method": "m", "rows": 1, "status": "failed", "error": error}
+    session = {"command": "c", "started": "s", "revision": None, "modified": False, "python": "3", "platform": "p"}
+    run = {"name": "test", "padded": False, "prompts": "p.jsonl", "max_new_tokens": 9, "batch_size": 1, "repeats": 1}
+    models = {"target": "t", "drafts": ["ssm_a"], "dtype": "float32"}
+    header = {
+        "config": {"run": run, "models": models, "decode": {}},
+        "inputs": {"device": "CPU"},
+        "cells": cells,
+        "sessions": [{**session, "versions": {}}],
+    }
+    return store.Store(directory, header, [{"run.measure": "decode", **about, **row} for row in rows])
+
+
+def markdown(run: store.Store) -> str:
+    table = metrics.frame(run.rows, list(run.header["cells"]))
+    return "\n".join(report._markdown(run.header, table, metrics.summarize(table)))
+
+
+def line_of(text: str, word: str) -> str:
+    (line,) = [line for line in text.splitlines() if word in line and line.startswith("|")]
+    return line
+
+
+def test_a_setting_that_some_cells_have_not_is_a_dash_and_matches(tmp_path):
+    """In the report and beside other runs: one with the same cells, and one that has not got the setting at all."""
+    name = "decode.draft_warp.top_k"
+    some = finished(tmp_path, record("a", method="without"), record("b", method="with", **{name: 5}))
+    text = markdown(some)
+    assert "| ssm_a | - |" in line_of(text, "`without`") and "| ssm_a | 5 |" in line_of(text, "`with`")
+    text = compare.markdown([some, some])
+    assert [line_of(text, word).endswith("| identical |") for word in ("`without`", "`with`")] == [True, True]
+    text = compare.markdown([some, finished(tmp_path, record("a", method="without"))])
+    assert line_of(text, "`without`").endswith("| identical |") and line_of(text, "`with`").endswith("| - |")
+
+
+def test_what_has_no_rounds_has_dashes(tmp_path):
+    empty = record("a", steps=0, emitted=0, baseline_emitted=0, decode_seconds=[0.1], baseline_decode_seconds=[0.1])
+    with np.errstate(invalid="ignore"):
+        run = finished(tmp_path, empty, record("b"))
+        for text in (markdown(run), compare.markdown([run, run]), metrics.one_line([empty])):
+            assert "nan" not in text and "-" in text
+
+
+def test_prompts_of_one_name_are_prompts_of_their_own(tmp_path):
+    """Three, of which the last is another text in the second run."""
+    rows = [record(prompt=number, name="same", tokens=[number]) for number in range(3)]
+    text = markdown(finished(tmp_path, *rows))
+    assert "3 prompts of p.jsonl" in text
+    other = finished(tmp_path, *rows[:2], {**rows[2], "tokens": [9]})
+    text = compare.markdown([finished(tmp_path, *rows), other])
+    assert line_of(text, "`<2,1>`").endswith("| 1 of 3 differ |")
+
+
+def test_the_report_gives_a_failure_s_reason(tmp_path):
+    note = "--------------------\nFor simplicity, JAX has removed its internal frames from the traceback."
+    text = markdown(finished(tmp_path, record(), bad=f"Traceback\nValueError: too wide\n{note}\n"))
+    assert "(`bad`): `ValueError: too wide`" in text and "simplicity" not in text
+
+
+def test_a_run_without_a_finished_cell_has_no_report(tmp_path, capsys):
+    with store.opened(tmp_path, {"config": {}, "inputs": {}}, {"a": {"rows": 1}}, {}):
+        pass
+    for directories in ([str(tmp_path)], [str(tmp_path)] * 2):
+        assert report.main(directories) == 2
+        assert f"{tmp_path}: no cell is finished" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        report.main([str(tmp_path), "--out", str(tmp_path / "a.md")])
+    assert "expected several runs" in capsys.readouterr().err

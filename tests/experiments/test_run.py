@@ -20,7 +20,7 @@ import pytest
 from huggingface_hub import constants as hub_constants
 
 import specjax as sj
-from experiments import config, report, run, workshop
+from experiments import config, report, run, store, workshop
 from experiments import sweep as sweep_settings
 
 # In place of what the directories hold, which is still what is named and hashed: these compile in no time. Drafts
@@ -570,6 +570,31 @@ def test_a_dry_run_prints_the_cells_and_runs_nothing(runs, capsys, monkeypatch):
     assert runs("--set", "sweep.product.decode.tree=[[0]]", "--dry-run") == 2
 
 
+def test_an_edited_or_other_config_is_refused_before_anything_is_loaded(runs, monkeypatch, capsys):
+    """By --resume, by the command itself, and by its dry run; rows stay."""
+    monkeypatch.setattr(run, "Workshop", lambda *_, **__: pytest.fail("something was loaded"))
+    runs.write(SEEDS, ["far"], 'drafts = ["far"]', num_prompts=1)
+    experiment = config.load(sweep_settings.Experiment, str(runs.config), [])
+    header = {"id": config.digest(experiment), "config": config.to_dict(experiment), "inputs": {}}
+    cells = {cell.id: {"rows": 1} for cell in sweep_settings.cells(experiment)}
+    with store.opened(runs.out, header, cells, {}) as records:
+        for cell in cells:
+            records.append(cell, [{"cell": cell, "prompt": 0}])
+    for arguments in ([], ["--dry-run"]):
+        assert runs("--set", "run.max_new_tokens=5", *arguments) == 2
+        assert "run.max_new_tokens was 12, is 5" in capsys.readouterr().err
+    edited = runs.header
+    edited["config"]["run"]["max_new_tokens"] = 5
+    (runs.out / "run.json").write_text(json.dumps(edited))
+    before = (runs.out / "records.jsonl").read_bytes()
+    for arguments in ([], ["--dry-run"]):
+        assert run.main(["--resume", str(runs.out), *arguments]) == 2
+        assert f"the run began as {header['id']}, and its config is that of" in capsys.readouterr().err
+    assert (runs.out / "records.jsonl").read_bytes() == before and len(runs.records) == 6
+    (runs.out / "run.json").unlink()
+    assert runs("--dry-run") == 2 and "no run.json" in capsys.readouterr().err
+
+
 def test_a_run_goes_on_from_its_directory_alone(runs, monkeypatch, capsys):
     runs.write(SEEDS, ["far"], 'drafts = ["far"]', num_prompts=1)
     with monkeypatch.context() as patch:
@@ -634,6 +659,11 @@ def test_runs_are_compared(sweep, runs, capsys):
     (line,) = [line for line in text.splitlines() if line.startswith("| `<2,1>` | far | greedy | naive_sampling |")]
     assert line.count("x") >= 3 and line.endswith("3 of 3 differ |")
     assert text.count("\n| `") == 13 and text.count("| - |") >= 12
+    itself = runs.out / "new/itself.md"
+    assert report.main([str(sweep.out), str(sweep.out), "--out", str(itself)]) == 0
+    assert itself.read_text().count("| identical |") == 13 and "nan" not in itself.read_text()
+    assert report.main([str(sweep.out), str(sweep.out), "--out", str(runs.out)]) == 2
+    assert "--out" in capsys.readouterr().err
     assert report.main([str(sweep.out), str(runs.out / "none")]) == 2
     assert "holds no run" in capsys.readouterr().err
     assert report.main([str(sweep.out)]) == 0 and "paths(3)" in capsys.readouterr().out

@@ -71,7 +71,7 @@ def test_another_config_or_device_is_refused_and_nothing_is_touched(opened, tmp_
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     hot = {**HEADER, "config": {"decode": {"temperature": 1.0}}}
     elsewhere = {**HEADER, "inputs": {"device": "gpu"}}
-    with pytest.raises(ConfigError, match=r"decode.temperature was 0.0, is 1.0.*choose another --out"), opened(hot):
+    with pytest.raises(ConfigError, match=r"decode.temperature was 0.0, is 1.0.*choose another directory"), opened(hot):
         pass
     with pytest.raises(ConfigError, match='inputs.device was "cpu", is "gpu"'), opened(elsewhere):
         pass
@@ -81,8 +81,43 @@ def test_another_config_or_device_is_refused_and_nothing_is_touched(opened, tmp_
 def test_records_of_unknown_origin_are_refused(opened, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/records.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="records.jsonl without run.json"), opened():
+    with pytest.raises(ConfigError, match="holds records.jsonl and no run.json"), opened():
         pass
+
+
+def test_files_that_are_no_run_are_refused_and_nothing_is_added(opened, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/thesis.tex").write_text("text")
+    with pytest.raises(ConfigError, match="holds thesis.tex and no run.json"), opened():
+        pass
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+    (tmp_path / "run/thesis.tex").rename(tmp_path / "run/run.json.new")  # what a kill leaves at the very beginning
+    (tmp_path / "run/.lock").touch()
+    with opened() as first:
+        assert first.rows == []
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_rows_of_cells_that_the_run_has_not_are_never_lost(opened, tmp_path, number):
+    """A whole cell and a part of one, as where screening finds another schedule than before."""
+    with opened() as first:
+        first.append("one", rows("one"))
+    with open(tmp_path / "run/records.jsonl", "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows("other")[:number])
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(ConfigError, match=r"rows of 1 cells that are not of this run \(other\)"), opened():
+        pass
+    with pytest.raises(ConfigError, match=r"not of this run \(other\)"):
+        store.load(tmp_path / "run")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_an_id_that_is_not_the_config_s_is_refused(opened):
+    with opened({**HEADER, "id": "before"}):
+        pass
+    with pytest.raises(ConfigError, match="began as before, and its config is that of now"):
+        with opened({**HEADER, "id": "now"}):
+            pass
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"config": ', '{"config": {}, "inputs": {}}'])

@@ -123,6 +123,17 @@ def test_claims_are_checked():
     assert bad[1] == "NOT as published: high should be at least 1.1 times low from b on, and is 1.06 times."
 
 
+def test_claims_about_what_was_not_measured_are_not_borne_out():
+    nan = float("nan")
+    lines = tables_report.verdicts(result(high=[nan, nan], low=[1.5, 2.0]))
+    assert lines[0] == "Not measured, so rising or not: high."
+    assert lines[1].startswith("Not measured: whether high is at least 1.1 times low from b on")
+    for low in ([0.0, 0.0], [0.0, nan]):
+        assert tables_report.verdicts(result(high=[1.0, 2.0], low=low))[-1] == lines[1]
+    assert tables_report._show(Value(nan, nan, "decoded")) == "not measured"
+    assert np.isnan(tables.ratio(np.zeros(2), np.zeros(2))).all()
+
+
 def test_paths_are_the_inverse_of_from_paths():
     wanted = ((0,), (0, 2), (0, 2, 0), (1,), (3,))
     assert set(tables.paths(sj.Topology.from_paths(wanted))) == set(wanted)
@@ -161,6 +172,7 @@ def test_weights_that_are_not_here_are_not_downloaded(monkeypatch, tmp_path):
         ('[[row]]\nname = "a"\ntrees = [[1], [2]]', {}, "'a' has 2 trees; expected 1"),
         ('[[row]]\nname = "a"\npublished = ["1", "2"]', {}, "'a' has 2 published values"),
         ('[[row]]\nname = "a"\n[[above]]\nrow = "a"\nthan = "c"', {}, "no row is called 'c'"),
+        ('[[row]]\nname = "a"\n[[above]]\nrow = "a"\nthan = "a"\nfirst = 2', {}, "first is 2; expected at most 1"),
         ('[[row]]\nname = "a"\ndecode = { verifier = "multistep" }', {}, "unknown verifier 'multistep'"),
         ('[[row]]\nname = "a"\ndecode = { tempature = 1 }', {}, "row 'a': decode.tempature: unknown key"),
         (f'[[row]]\nname = "a"\ntrees = [[[0], [1]]]\n{MULTI_STEP}', {"quantity": "success"}, "row 'a': it is decoded"),
