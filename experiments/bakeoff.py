@@ -18,12 +18,18 @@ from experiments.estimate import Estimate
 from experiments.recorded import Recording, accepted_by_depth, expected, iid_paths, prompts_of, record, sampled
 from specjax import exact
 from specjax.laws import LAWS
-from specjax.request import DRAFT_MODES, prepare
+from specjax.request import DRAFT_MODES, Plan, prepare
 from specjax.testing import table_model
 from specjax.verify import RULES, VERIFIERS
 from specjax.verify.joint import block_efficiency_bound, enumerate_trees, in_chunks, node_logits
 
 PATHS = ("naive_sampling", "naive_tree", "multi_step", "spectr", "khisti", "multi_path_block", "traversal")
+
+
+def _check_filled(part: "Zoo | Tabular | Paths", *names: str) -> None:
+    for name in names:
+        if not getattr(part, name):
+            raise ValueError(f"{name}: expected at least one entry, got []")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +46,7 @@ class Zoo:
     trees: tuple[tuple[int, ...], ...] = setting(((1, 1, 1, 1), (2, 2, 1, 1)), low=1)
 
     def __post_init__(self):
+        _check_filled(self, "trees")
         if not all(self.trees):
             raise ValueError("trees: expected expansion schedules such as [2, 2, 1, 1]; got an empty one")
 
@@ -54,12 +61,18 @@ class Tabular:
     trees: tuple[tuple[int, ...], ...] = setting(((1, 1), (2, 2)), low=1)
 
     def __post_init__(self):
+        _check_filled(self, "trees")
         for tree in self.trees:
             draws = sum(math.prod(tree[: level + 1]) for level in range(len(tree)))
             if not tree or self.vocab_size ** len(tree) > 16 or self.vocab_size**draws > 20_000:
                 raise ValueError(
                     f"trees: {list(tree)} over {self.vocab_size} tokens is empty, or has too many outcomes to sum; "
                     "expected one or two levels, such as [2, 2]"
+                )
+            if max(tree) > self.vocab_size:
+                raise ValueError(
+                    f"trees: {list(tree)} has nodes of {max(tree)} draws, which are distinct in most draft modes; "
+                    f"expected at most {self.vocab_size}, the tokens of tabular.vocab_size"
                 )
 
 
@@ -69,6 +82,14 @@ class Paths:
 
     counts: tuple[int, ...] = setting((1, 2, 3, 4), low=1, high=8)  # K
     lengths: tuple[int, ...] = setting((2, 4, 6, 8), low=1, high=16)  # L
+
+    def __post_init__(self):
+        _check_filled(self, "counts", "lengths")
+
+    @property
+    def tree(self) -> tuple[int, ...]:
+        """The schedule that holds all smaller counts and lengths."""
+        return (max(self.counts), *(1,) * (max(self.lengths) - 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +197,9 @@ def _after(table: np.ndarray, level: int) -> np.ndarray:
     return np.broadcast_to(wide, full).reshape(models * vocab_size, *(vocab_size,) * (level + 1))
 
 
-def _plan(target: sj.Model, draft: sj.Model, texts: Sequence, tree: Sequence[int], mode: str, seed: int, **options):
+def _plan(
+    target: sj.Model, draft: sj.Model, texts: Sequence, tree: Sequence[int], mode: str, seed: int, **options
+) -> Plan:
     count = len(texts)
     return prepare(
         target,
@@ -213,10 +236,10 @@ class Pair:
             tokenizer=sj.load_tokenizer(config.resolve(settings.target)),
         )
 
-    def record(self, tree: Sequence[int], mode: str) -> list[Recording]:
-        """Trees of all prompts, a recording for each step."""
+    def plan(self, tree: Sequence[int], mode: str) -> Plan:
+        """A request for all prompts, checked."""
         settings = self.settings
-        plan = _plan(
+        return _plan(
             self.target,
             self.draft,
             [list(prompt.tokens) for prompt in self.texts],
@@ -226,7 +249,10 @@ class Pair:
             temperature=settings.temperature,
             max_new_tokens=settings.steps + 1,
         )
-        return record(plan, settings.steps)
+
+    def record(self, tree: Sequence[int], mode: str) -> list[Recording]:
+        """Trees of all prompts, a recording for each step."""
+        return record(self.plan(tree, mode), self.settings.steps)
 
 
 def zoo(pair: Pair) -> Iterator[dict]:
@@ -274,7 +300,7 @@ def paths(pair: Pair, settings: Paths) -> Iterator[dict]:
     ``rows`` has every tree's expected tokens and ``prompts`` its prompt, to compare verifiers tree by tree.
     """
     most, longest = max(settings.counts), max(settings.lengths)
-    recordings = pair.record((most, *(1,) * (longest - 1)), "iid")
+    recordings = pair.record(settings.tree, "iid")
     groups = prompts_of(recordings)
     grid = [(count, length, True) for count in settings.counts for length in settings.lengths]
     for verifier in PATHS:
@@ -307,6 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = config.load(Bakeoff, args.config, args.set)
         pair = Pair(settings.zoo, settings.seed)
+        for tree, mode in [*_drafted(settings.zoo.trees), (settings.paths.tree, "iid")]:
+            pair.plan(tree, mode)  # a request that cannot run is refused before others have run for an hour
     except (ConfigError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

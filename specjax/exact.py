@@ -7,7 +7,7 @@ that float64. Sums are over V^K draws, so vocabularies are small.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -75,7 +75,7 @@ def optimal_acceptance(p: Any, q: Any, *, num_draws: int | Sequence[int], law: s
     from one source the sets of smallest p / q suffice (Hu et al. 2025), in any vocabulary; otherwise all 2^V are tried.
     Arguments and errors are those of ``emitted_law``.
     """
-    laws, counts = _sources(q, num_draws, law)
+    laws, counts = _sources(p, q, num_draws, law)
 
     def prefixes(p: jax.Array, q: jax.Array) -> jax.Array:
         order = jnp.argsort(jnp.where(q[0] > 0, p / jnp.where(q[0] > 0, q[0], 1), jnp.inf))
@@ -86,7 +86,7 @@ def optimal_acceptance(p: Any, q: Any, *, num_draws: int | Sequence[int], law: s
 
     if laws == ("iid",) and counts[0]:
         return _run(prefixes, p, q)
-    _check_size(np.shape(p)[-1], counts, sets=True)
+    _check_size(np.shape(p)[0], counts, sets_of=np.shape(p)[0])
     return _run(all_sets, p, q)
 
 
@@ -143,7 +143,7 @@ def block_efficiency_bound(
     It bounds the accepted prefixes of every length apart. The optimum of each node composed down the tree is no bound:
     block verification exceeds it.
     """
-    forest, target = _forest(target, drafts, num_draws, law, False)
+    forest, target = _forest(target, drafts, num_draws, law, False, bounded=True)
     return float(trees.block_efficiency_bound(forest, target)[0])
 
 
@@ -163,44 +163,52 @@ def reach(verifier: str | NodeRule, tree: TokenTree, logits: jax.Array, warp: Wa
     Raises:
       ValueError: for an unknown name, or a tree that the verifier cannot take.
     """
-    _check_verifier(verifier)
+    _check_known("verifier", verifier, [*RULES, *PATH_RULES])
     if isinstance(verifier, str) and verifier in PATH_RULES:
         return trees.path_reach(PATH_RULES[verifier].rule, tree, logits, warp)
     return trees.walk_reach(measure.for_laws(verifier, tree.laws), tree, logits, warp)
 
 
-def _per_source(value: Any, single: type, sources: int, name: str) -> tuple:
-    values = (value,) * sources if isinstance(value, single) else tuple(value)
+def _per_source(value: Any, sources: int, name: str) -> tuple:
+    values = tuple(value) if np.iterable(value) and not isinstance(value, str) else (value,) * sources
     if len(values) != sources:
         raise ValueError(f"expected one {name}, or one for each of {sources} sources; got {value!r}")
     return values
 
 
-def _sources(q: Any, num_draws: Any, law: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    if np.ndim(q) not in (1, 2):
+def _sources(p: Any, q: Any, num_draws: Any, law: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The law and the draws of each source of a node with p [V] and q [V] or [S, V]."""
+    if np.ndim(q) not in (1, 2) or 0 in np.shape(q):
         raise ValueError(f"expected q [V], or [S, V] for several sources; got shape {np.shape(q)}")
+    if np.shape(p) != np.shape(q)[-1:]:
+        raise ValueError(f"expected p [V] and q [V] or [S, V] over one vocabulary; got {np.shape(p)} and {np.shape(q)}")
     sources = 1 if np.ndim(q) == 1 else np.shape(q)[0]
-    laws = _per_source(law, str, sources, "law")
-    counts = _per_source(num_draws, int, sources, "num_draws")
+    laws, counts = _per_source(law, sources, "law"), _per_source(num_draws, sources, "num_draws")
+    return laws, _check_laws(laws, counts, np.shape(p)[0])
+
+
+def _check_laws(laws: Sequence[str], counts: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
+    """The draws of each source as plain numbers, if each law can make them."""
     for name, count in zip(laws, counts, strict=True):
-        _check_law(name, count)
-    return laws, counts
+        if not isinstance(name, str) or name not in LAWS:
+            raise ValueError(f"unknown proposal law {name!r}; expected one of {', '.join(LAWS)}")
+        if not isinstance(count, int | np.integer) or isinstance(count, bool):
+            raise ValueError(f"expected whole numbers of draws; got {count!r}")
+        most = LAWS[name].most_draws(vocab_size)
+        if count < 0 or (most is not None and count > most):
+            limit = "any number of" if most is None else most
+            raise ValueError(f"{name} expected 0 to {limit} draws from {vocab_size} tokens; got {count}")
+    return tuple(int(count) for count in counts)
 
 
-def _check_law(name: str, count: int) -> None:
-    if name not in LAWS:
-        raise ValueError(f"unknown proposal law {name!r}; expected one of {', '.join(LAWS)}")
-    most = LAWS[name].max_draws
-    if count < 0 or (most is not None and count > most):
-        raise ValueError(f"{name} expected 0 to {most or 'any number of'} draws; got {count}")
-
-
-def _check_size(vocab_size: int, counts: Sequence[int], *, sets: bool = False) -> None:
-    terms = vocab_size ** sum(counts) * (2**vocab_size if sets else 1)
-    if terms > MOST_OUTCOMES:
+def _check_size(vocab_size: int, counts: Sequence[int], *, sets_of: int = 0) -> None:
+    """Refuse V^K outcomes, times 2^n sets of n things, that are too many."""
+    digits = sum(counts) * math.log10(vocab_size) + sets_of * math.log10(2)
+    if digits > math.log10(MOST_OUTCOMES):
+        sets = f" and all sets of {sets_of}" if sets_of else ""
         raise ValueError(
-            f"{vocab_size} tokens and {sum(counts)} draws are about {terms:.1e} terms, more than {MOST_OUTCOMES:.0e}; "
-            "take fewer draws or a smaller vocabulary"
+            f"{vocab_size} tokens, {sum(counts)} draws{sets} are about 10^{digits:.1f} terms, more than "
+            f"{MOST_OUTCOMES:.0e}; take fewer draws or a smaller vocabulary"
         )
 
 
@@ -216,8 +224,6 @@ def _check_probabilities(name: str, values: np.ndarray) -> None:
 
 def _run(function: Callable[[jax.Array, jax.Array], Any], p: Any, q: Any) -> Any:
     """Call with p [V] and q [S, V]: traced as they are, or jitted in float64 giving NumPy arrays."""
-    if np.ndim(p) != 1 or np.shape(p) != np.shape(q)[-1:]:
-        raise ValueError(f"expected p [V] and q [V] or [S, V] over one vocabulary; got {np.shape(p)} and {np.shape(q)}")
     if isinstance(p, Tracer) or isinstance(q, Tracer):
         return function(jnp.asarray(p), jnp.atleast_2d(q))
     with jax.enable_x64(True):
@@ -228,8 +234,9 @@ def _run(function: Callable[[jax.Array, jax.Array], Any], p: Any, q: Any) -> Any
 
 
 def _expectation(rule: str | NodeRule, p: Any, q: Any, num_draws: Any, law: Any) -> measure.Expectation:
-    laws, counts = _sources(q, num_draws, law)
-    _check_size(np.shape(p)[-1], counts)
+    _check_known("node rule", rule, RULES)
+    laws, counts = _sources(p, q, num_draws, law)
+    _check_size(np.shape(p)[0], counts)
     return _run(_summed(rule, laws, counts), p, q)
 
 
@@ -260,13 +267,20 @@ def _summed(rule: str | NodeRule, laws: tuple[str, ...], counts: tuple[int, ...]
     )
 
 
-def _forest(target: Table, drafts: Any, num_draws: Any, law: Any, merge: bool) -> tuple[trees.Forest, list[np.ndarray]]:
+def _forest(
+    target: Table, drafts: Any, num_draws: Any, law: Any, merge: bool, *, bounded: bool = False
+) -> tuple[trees.Forest, list[np.ndarray]]:
+    """Every tree, if they are not too many; ``bounded``: nor the sets of paths that the bound goes through."""
+    for name, value in (("target", target), ("drafts", drafts), ("num_draws", num_draws)):
+        if not np.iterable(value) or not len(value):
+            raise ValueError(f"expected {name} with an entry for each depth, at least one; got {value!r}")
     target = [np.asarray(table, np.float64) for table in target]
-    drafts = [drafts] if np.ndim(drafts[0][0]) == 0 else drafts  # one model's first entry is [V]
+    several = np.iterable(drafts[0]) and len(drafts[0]) and np.ndim(drafts[0][0])  # one model's first entry is [V]
+    drafts = drafts if several else [drafts]
     drafts = [[np.asarray(table, np.float64) for table in draft] for draft in drafts]
-    laws = _per_source(law, str, len(drafts), "law")
-    schedule = [_per_source(draws, int, len(drafts), "number of draws at each depth") for draws in num_draws]
-    depth, vocab_size = len(schedule), target[0].shape[-1]
+    laws = _per_source(law, len(drafts), "law")
+    schedule = [_per_source(draws, len(drafts), "number of draws at each depth") for draws in num_draws]
+    depth, vocab_size = len(schedule), target[0].shape[-1] if target[0].ndim else 0
     for name, model, entries in [("target", target, depth + 1), *[("draft", draft, depth) for draft in drafts]]:
         shapes = [table.shape for table in model[:entries]]
         if shapes != [(vocab_size,) * (level + 1) for level in range(entries)]:
@@ -276,27 +290,28 @@ def _forest(target: Table, drafts: Any, num_draws: Any, law: Any, merge: bool) -
             )
         for table in model[:entries]:
             _check_probabilities(name, table)
-    for draws in schedule:
-        for law_name, count in zip(laws, draws, strict=True):
-            _check_law(law_name, count)
+    schedule = [_check_laws(laws, draws, vocab_size) for draws in schedule]
     if "shared_gumbel" in laws:
         raise ValueError(
             "draws of shared_gumbel are not independent of the emission; whole trees of them are not summed"
         )
     nodes = [math.prod(sum(draws) for draws in schedule[:level]) for level in range(depth)]
-    _check_size(vocab_size, [count * sum(draws) for count, draws in zip(nodes, schedule, strict=True)])
+    draws_in_all = [count * sum(draws) for count, draws in zip(nodes, schedule, strict=True)]
+    _check_size(vocab_size, draws_in_all, sets_of=vocab_size**depth if bounded else 0)
     one_problem = lambda model: [table[None] for table in model]
     forest = trees.enumerate_trees([one_problem(draft) for draft in drafts], laws, schedule, merge=merge)
     return forest, one_problem(target[: depth + 1])
 
 
-def _check_verifier(verifier: str | NodeRule) -> None:
-    if isinstance(verifier, str) and verifier not in RULES and verifier not in PATH_RULES:
-        raise ValueError(f"unknown verifier {verifier!r}; expected one of {', '.join([*RULES, *PATH_RULES])}")
+def _check_known(kind: str, value: Any, known: Iterable[str]) -> None:
+    if isinstance(value, str) and value not in known:
+        raise ValueError(f"unknown {kind} {value!r}; expected one of {', '.join(known)}")
+    if not isinstance(value, str) and not callable(value):
+        raise ValueError(f"expected the name of a {kind}, or a node rule; got {value!r}")
 
 
 def _joint(verifier: str | NodeRule, target: Table, drafts: Any, num_draws: Any, law: Any, merge: bool) -> trees.Joint:
-    _check_verifier(verifier)
+    _check_known("verifier", verifier, [*RULES, *PATH_RULES])
     forest, target = _forest(target, drafts, num_draws, law, merge)
     logits = trees.node_logits(forest, target)
     with jax.enable_x64(True):

@@ -39,7 +39,13 @@ class Law(NamedTuple):
     sample: Callable[..., tuple[jax.Array, jax.Array]]
     enumerate: Callable[[Any, int], Outcomes]
     max_draws: int | None = None  # None: any number
+    repeats: bool = False  # a node can draw one token twice, and so more often than there are tokens
     shares_emission: bool = False  # key is the EMIT key of the position whose token the draws anticipate
+
+    def most_draws(self, vocab_size: int) -> int | None:
+        """The most draws from a vocabulary; None is any number."""
+        limits = [self.max_draws, None if self.repeats else vocab_size]
+        return min((limit for limit in limits if limit is not None), default=None)
 
 
 def law_key(laws: Sequence[str]) -> str:
@@ -249,7 +255,7 @@ LAWS: dict[str, Law] = {
         # The k likeliest tokens, ties to the lowest index. Uses no randomness.
         Law("deterministic", _top_k_sample, _top_k_enumerate),
         # k independent draws; repeats are kept, since rules for this law count them.
-        Law("iid", _iid_sample, _iid_enumerate),
+        Law("iid", _iid_sample, _iid_enumerate, repeats=True),
         # Gumbel-top-k, in drawing order (Kool et al. 2019, "Stochastic beams and where to find them").
         Law(
             "without_replacement",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import specjax as sj
 from specjax import exact
 from specjax.sampling import Warp, stack_warps
 from specjax.types import Draws, RoundKeys
@@ -17,6 +18,8 @@ from specjax.verify.traverse import traverse
 
 RNG = np.random.default_rng(0)
 P, Q, Q2 = RNG.dirichlet([0.4] * 4, 3)
+LARGE = np.full((2, 5000), 1 / 5000)
+DEEP = ([np.full((3,) * level, 1 / 3) for level in (1, 2, 3, 4)],) * 2
 
 
 def random_table(rng: np.random.Generator, levels: int, vocab_size: int = 3) -> list[np.ndarray]:
@@ -59,6 +62,21 @@ def test_the_optimum_by_prefixes_is_the_optimum_by_all_sets():
     values = [exact.optimal_acceptance(*large, num_draws=k, law="iid") for k in (1, 2, 8)]
     np.testing.assert_allclose(values[0], np.minimum(*large).sum(), atol=1e-12)
     assert values[0] < values[1] < values[2] < 1
+
+
+def test_draws_are_counted_by_numpy_too():
+    laws = [exact.emitted_law("multi_step", P, Q, num_draws=count, law="iid") for count in (2, np.int64(2))]
+    np.testing.assert_array_equal(*laws)
+    both = {"num_draws": np.array([2, 0]), "law": ["iid", "iid"]}
+    np.testing.assert_allclose(exact.emitted_law("multi_step", P, np.stack([Q, Q2]), **both), P, atol=1e-15)
+
+
+def test_shared_noise_goes_through_the_small_sets_only():
+    """All 2^V sets of 40 tokens are too many; what is left of p and q beyond four tokens changes nothing."""
+    p, q = (np.pad(law, (0, 36)) for law in (P, Q))
+    arguments = {"num_draws": 2, "law": "shared_gumbel"}
+    few = exact.expected_acceptance("naive_sampling", P, Q, **arguments)
+    assert exact.expected_acceptance("naive_sampling", p, q, **arguments) == pytest.approx(few, abs=1e-12)
 
 
 def test_shared_noise_is_summed_or_refused():
@@ -231,7 +249,26 @@ def test_several_sources_over_trees():
     [
         (lambda: exact.emitted_law("mss", P, Q, num_draws=1, law="iid"), "unknown node rule 'mss'; expected one of"),
         (lambda: exact.emitted_law("hub", P, Q, num_draws=1, law="top_k"), "unknown proposal law 'top_k'"),
-        (lambda: exact.emitted_law("hub", P, Q, num_draws=3, law="hub"), "hub expected 0 to 2 draws; got 3"),
+        (
+            lambda: exact.emitted_law("hub", P, Q, num_draws=3, law="hub"),
+            "hub expected 0 to 2 draws from 4 tokens; got 3",
+        ),
+        (lambda: exact.emitted_law(3, P, Q, num_draws=1, law="iid"), "expected the name of a node rule, .* got 3"),
+        (lambda: exact.emitted_law("hub", "abc", Q, num_draws=1, law="hub"), "over one vocabulary"),
+        (lambda: exact.emitted_law("hub", P, np.zeros((0, 4)), num_draws=1, law="hub"), r"got shape \(0, 4\)"),
+        (lambda: exact.emitted_law("multi_step", P, Q, num_draws=1, law=None), "unknown proposal law None"),
+        (lambda: exact.emitted_law("multi_step", P, Q, num_draws=2.0, law="iid"), "expected whole numbers of draws"),
+        (lambda: exact.emitted_law("spectr", P, Q, num_draws=-1, law="iid"), "iid expected 0 to any number of draws"),
+        *[
+            (lambda law=law: exact.expected_acceptance("naive_sampling", P, Q, num_draws=5, law=law), "0 to 4 draws")
+            for law in ("deterministic", "without_replacement", "top_k_plus_one", "shared_gumbel")
+        ],
+        (lambda: exact.optimal_acceptance(*LARGE, num_draws=1, law="top_k_plus_one"), "all sets of 5000 are about 10"),
+        (lambda: exact.block_efficiency_bound(*DEEP, num_draws=(1, 1, 1), law="iid"), "all sets of 27 are about 10"),
+        (lambda: exact.block_efficiency("block", *DEEP, num_draws=(), law="iid"), "expected num_draws with an entry"),
+        (lambda: exact.joint_law("block", [P], [], num_draws=(1,), law="iid"), "expected drafts with an entry"),
+        (lambda: exact.joint_law("block", [0.5], [Q], num_draws=(1,), law="iid"), "tabular target of 2 arrays"),
+        (lambda: sj.verify.table(0), "at least one problem"),
         (lambda: exact.emitted_law("hub", P, Q[:3], num_draws=1, law="hub"), "over one vocabulary"),
         (lambda: exact.emitted_law("hub", P, Q, num_draws=(1, 1), law="hub"), "one num_draws, or one for each of 1"),
         (lambda: exact.emitted_law("hub", [P], [[Q]], num_draws=1, law="hub"), r"expected q \[V\], or \[S, V\]"),
@@ -254,3 +291,11 @@ def test_without_draws_nothing_can_be_accepted():
     p, q = [0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]
     for law in ("iid", "without_replacement"):
         assert exact.optimal_acceptance(p, q, num_draws=0, law=law) == pytest.approx(0, abs=1e-12)
+
+
+def test_levels_without_draws_are_no_levels():
+    target, draft = random_table(RNG, 3, 2), random_table(RNG, 2, 2)
+    accepted = exact.expected_acceptance("multi_step", target[0], draft[0], num_draws=2, law="iid")
+    for num_draws, tokens in (((2, 0), 1 + accepted), ((0,), 1)):
+        got = exact.block_efficiency("multi_step", target, draft, num_draws=num_draws, law="iid")
+        assert got == pytest.approx(tokens, abs=1e-12)

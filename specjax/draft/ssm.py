@@ -54,7 +54,7 @@ def ssm(model: Model, topology: Topology, law: str) -> Drafter:
         raise ValueError(f"{law} makes at most {most} draws at a node; the tree has {topology.shape.num_draws}")
     if topology.shape.depth == 0:
         raise ValueError("an SSM needs a tree of at least one level; incremental decoding takes no drafts")
-    if law != "iid" and topology.shape.num_draws > model.vocab_size:
+    if not LAWS[law].repeats and topology.shape.num_draws > model.vocab_size:
         raise ValueError(
             f"the tree has {topology.shape.num_draws} draws at a node, more than the vocabulary's {model.vocab_size} "
             f"tokens, and {law} draws are distinct; narrow the tree"

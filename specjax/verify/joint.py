@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.laws import LAWS, Outcomes
+from specjax.laws import Outcomes
 from specjax.mask import ancestor_mask
 from specjax.sampling import Warp
 from specjax.tree import TokenTree
 from specjax.types import NodeRule
-from specjax.verify.measure import join_sources, subsets
+from specjax.verify.measure import node_outcomes, subsets
 from specjax.verify.paths import PathDecision
 from specjax.verify.traverse import node_law
 
@@ -72,11 +72,7 @@ def enumerate_trees(drafts: Sequence[Table], laws: Sequence[str], schedule: Sche
     def options_after(depth: int) -> Outcomes:
         """What the sources can draw after every path of every problem: fields [P * V^depth, M, ..]."""
         tables = [draft[depth].reshape(-1, vocab_size) for draft in drafts]
-        draws = [(s, law, count) for s, (law, count) in enumerate(zip(laws, schedule[depth], strict=True)) if count]
-        after = [
-            join_sources([LAWS[law].enumerate(tables[s][row], count) for s, law, count in draws])[0]
-            for row in range(len(tables[0]))
-        ]
+        after = [node_outcomes(rows, laws, schedule[depth])[0] for rows in zip(*tables, strict=True)]
         return jax.tree.map(lambda *parts: np.stack(parts), *after)
 
     for place, node in enumerate(expanded):
@@ -94,7 +90,7 @@ def enumerate_trees(drafts: Sequence[Table], laws: Sequence[str], schedule: Sche
             field[before] for field in (tokens, valid, draw_tokens, draw_valid, laws_of_draws, problems, row)
         )
         probs = after[kept]
-        drawn, exists = (field.reshape(-1, field.shape[-1])[kept] for field in (options.tokens, exists))
+        drawn, exists = (field.reshape(after.size, field.shape[-1])[kept] for field in (options.tokens, exists))
         where = np.concatenate([np.arange(n) + first for first, n in zip(first_column, schedule[depth], strict=True)])
         draw_tokens[:, node, where], draw_valid[:, node, where] = drawn, exists
         for s, draft in enumerate(drafts):

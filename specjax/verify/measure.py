@@ -1,6 +1,7 @@
 """Node rules summed over every draw: what they emit, how often it was drawn, and how often it could be."""
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -109,8 +110,10 @@ def shared_noise_acceptance(p: jax.Array, q: jax.Array, count: int) -> jax.Array
     sum over y of 1 / sum over i of max(p_i / p_y, q_i / q_y).
     """
     vocab_size = p.shape[0]
-    sets = subsets(vocab_size)
-    sets = sets[sets.sum(1) < count]
+    small = [tokens for size in range(count) for tokens in itertools.combinations(range(vocab_size), size)]
+    sets = np.zeros((len(small), vocab_size), bool)
+    for row, tokens in zip(sets, small, strict=True):
+        row[list(tokens)] = True
     weight = np.array(
         [
             sum((-1) ** j * math.comb(vocab_size - 1 - size, j) for j in range(count - size))
@@ -123,7 +126,7 @@ def shared_noise_acceptance(p: jax.Array, q: jax.Array, count: int) -> jax.Array
         rate = jnp.where(sets, p, outside).sum(1)
         return jnp.where((q[y] > 0) & ~jnp.asarray(sets)[:, y], weight * p[y] / rate, 0).sum()
 
-    return jax.vmap(emits)(jnp.arange(vocab_size)).sum()
+    return jax.lax.map(emits, jnp.arange(vocab_size)).sum()
 
 
 def subsets(vocab_size: int) -> np.ndarray:

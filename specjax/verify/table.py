@@ -40,8 +40,11 @@ def table(num_problems: int = 200, seed: int = 0) -> Table:
     and q from Dirichlet(0.4), in float64. Takes about half a minute, once.
 
     Raises:
+      ValueError: for less than one problem.
       RuntimeError: if a pair is neither exact nor clearly biased, which more problems would decide.
     """
+    if num_problems < 1:
+        raise ValueError(f"expected at least one problem to measure; got {num_problems=}")
     rng = np.random.default_rng(seed)
     with jax.enable_x64(True):
         worst = {**_node_rules(rng, num_problems), **_path_rules(rng, num_problems)}

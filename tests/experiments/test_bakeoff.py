@@ -184,6 +184,18 @@ def test_the_whole_command_on_little(zoo, tmp_path, monkeypatch, capsys):
     assert "report.md" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [("zoo.trees=[[300, 300]]", "90301 nodes"), ("zoo.steps=1000", "context of 256")],
+)
+def test_requests_that_cannot_run_are_refused_before_anything_runs(zoo, tmp_path, monkeypatch, capsys, part, message):
+    monkeypatch.setattr(bakeoff, "tabular", lambda *_: pytest.fail("it ran"))
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL.format(zoo=zoo))
+    assert bakeoff.main([str(path), "--set", part]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_bad_config_is_refused(tmp_path, capsys):
     path = tmp_path / "bad.toml"
     path.write_text('name = "bad"\n[zoo]\nstep = 3\n')
@@ -193,5 +205,10 @@ def test_a_bad_config_is_refused(tmp_path, capsys):
     assert bakeoff.main([str(path)]) == 2
     told = capsys.readouterr().err
     assert "zoo.trees: expected expansion schedules" in told and "tabular.trees: [1, 1, 1] over 3 tokens" in told
+    path.write_text('name = "bad"\n[zoo]\ntrees = []\n[tabular]\ntrees = [[4]]\n[paths]\ncounts = [1]\nlengths = []\n')
+    assert bakeoff.main([str(path)]) == 2
+    told = capsys.readouterr().err
+    assert "zoo.trees: expected at least one entry" in told and "paths.lengths: expected at least one entry" in told
+    assert "tabular.trees: [4] has nodes of 4 draws" in told
     settings = config.load(bakeoff.Bakeoff, config.REPOSITORY / "configs" / "verifier_bakeoff.toml")
     assert max(settings.paths.counts) == 4 and max(settings.paths.lengths) == 8
