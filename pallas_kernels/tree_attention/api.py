@@ -5,6 +5,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.tree_attention import plan, reference, xla
 from pallas_kernels.tree_attention.plan import Choice
@@ -47,9 +48,10 @@ def _check_shapes(
         )
     batch, rows, q_heads, head_dim = q.shape
     kv_heads, tree_rows = k_tree.shape[1], k_tree.shape[2]
-    if q_heads % kv_heads:
+    if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
         raise ValueError(
-            f"expected query heads to be a multiple of KV heads, got {q_heads} query and {kv_heads} KV heads"
+            f"expected query heads to be a multiple of KV heads, at least one, got {q_heads} query and {kv_heads} KV "
+            "heads"
         )
     if k_tree.shape != (batch, kv_heads, tree_rows, head_dim) or v_tree.shape != k_tree.shape:
         raise ValueError(
@@ -77,6 +79,11 @@ def _check_shapes(
         )
     if tree_mask.dtype != jnp.bool_:
         raise ValueError(f"expected a boolean tree_mask, got {tree_mask.dtype=}")
+    if not jnp.issubdtype(prefix_lengths.dtype, jnp.integer):
+        raise ValueError(f"expected whole numbers of committed rows, got {prefix_lengths.dtype=}")
+    for name, array in (("q", q), ("keys of the cache", k_cache), ("keys of the tree", k_tree)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"expected {name} of a floating dtype, got {array.dtype}")
 
 
 def pick(q: ArrayLike, k_cache: ArrayLike, k_tree: ArrayLike, *, device: Device | None = None) -> Choice:
@@ -127,13 +134,18 @@ def tree_attention(
       [B, N, Hq, D] in the dtype of q.
 
     Raises:
-      ValueError: shapes that do not fit together, values not in the dtype of their keys, a mask that is not boolean, a
-        window below 1, an unknown implementation, or a named one that cannot run (the message says why), or a config
+      ValueError: shapes that do not fit together, values not in the dtype of their keys, a mask that is not boolean,
+        lengths that are not integers, queries or keys that are not floats, a window that is not a whole number from 1,
+        an unknown implementation, or a named one that cannot run (the message says why), or a config
         that does not fit it.
     """
     _check_shapes(q, k_cache, v_cache, k_tree, v_tree, prefix_lengths, tree_mask)
-    if window is not None and window < 1:
-        raise ValueError(f"expected a window of at least 1 position, or None, got {window=}")
+    if window is not None and (type(window) is bool or not isinstance(window, int | np.integer)):
+        raise ValueError(f"expected a window of a whole number of positions, or None, got {window=}")
+    if window is not None and not 1 <= window < 2**31:
+        raise ValueError(f"expected a window of at least 1 position, within int32, or None, got {window=}")
+    if config is not None and not isinstance(config, Config):
+        raise ValueError(f"expected config of type Config, or None, got {config!r}")
     problem, device = Problem.of(q, k_cache, k_tree), target_device()
     if implementation is None:
         implementation = plan.choose(problem, device).implementation

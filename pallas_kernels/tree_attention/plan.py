@@ -154,7 +154,7 @@ def refusal(name: str, problem: Problem, device: Device, *, interpreted: bool = 
     Raises:
       ValueError: no implementation has this name.
     """
-    if name not in REFUSALS:
+    if not isinstance(name, str) or name not in REFUSALS:
         raise ValueError(f"unknown attention implementation {name!r}; known are {', '.join(sorted(REFUSALS))}")
     return REFUSALS[name](problem, device, interpreted)
 

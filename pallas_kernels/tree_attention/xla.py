@@ -49,11 +49,12 @@ def tree_attention(
 
     def look(sums: _Sums, keys: jax.Array, values: jax.Array, visible: jax.Array, seen: jax.Array) -> _Sums:
         """Keys and values [B, Hkv, K, D], which rows see them [B, 1, R or 1, K], and whether any does [B, 1, K, 1]."""
+        # A weight of 0 times NaN is NaN, in the result and, with keys, in the gradient of q.
+        keys, values = jnp.where(seen, keys, 0), jnp.where(seen, values, 0)
         scores = jnp.einsum("bhrd,bhkd->bhrk", folded, keys, preferred_element_type=jnp.float32)
         scores = jnp.where(visible, scores * head_dim**-0.5, lowest)
         maximum = jax.lax.stop_gradient(jnp.maximum(sums.maximum, scores.max(axis=-1, keepdims=True)))
         weights, fade = jnp.exp(scores - maximum), jnp.exp(sums.maximum - maximum)
-        values = jnp.where(seen, values, 0)  # a weight of 0 times NaN is NaN
         mixed = jnp.einsum("bhrk,bhkd->bhrd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
         return _Sums(maximum, sums.total * fade + weights.sum(axis=-1, keepdims=True), sums.mixed * fade + mixed)
 

@@ -1,6 +1,7 @@
 """Both kernels lowered on a CPU for every supported class of shapes: block shapes, layouts, shared memory."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -74,14 +75,28 @@ def test_the_cost_of_the_tpu_kernel_is_stated():
     assert str(flops) in text
 
 
-def test_mask_memory_does_not_grow_with_heads_or_the_cache():
-    """B39: it travels as 16 bytes a node, so the largest operand is never the mask."""
-    from pallas_kernels.tree_attention.fold import pack
+def kernel_operands(jaxpr):
+    """What the kernels of a program read, also those in programs within it."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("pallas_call", "mpmd_map"):  # the TPU's, the GPU's
+            yield [variable.aval for variable in equation.invars]
+            continue
+        for value in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from kernel_operands(inner)
 
-    packed = jax.eval_shape(
-        lambda mask, first: pack(mask, first, nodes=128, words=4),
-        jax.ShapeDtypeStruct((2, 100, 128), jnp.bool_),
-        jax.ShapeDtypeStruct((2, 100), jnp.int32),
-    )
-    assert packed.shape == (2, 128, 5)
-    assert packed.dtype == jnp.int32
+
+@pytest.mark.parametrize("device", [TPU, GPU], ids=lambda device: device.platform)
+def test_mask_memory_does_not_grow_with_heads_or_the_cache(device):
+    """B39: it reaches the kernel as integers, 16 bytes of mask and 4 of window a node, whatever attends."""
+    masks = []
+    for q_heads, head_dim, capacity in ((4, 64, 1024), (64, 256, 8192)):
+        inputs = specs(
+            nodes=100, tree_rows=128, q_heads=q_heads, head_dim=head_dim, dtype="bfloat16", capacity=capacity
+        )
+        with traced_for(device):
+            operands = next(kernel_operands(jax.make_jaxpr(lambda inputs: tree_attention(**inputs))(inputs).jaxpr))
+        masks.append([(aval.shape, aval.dtype.name) for aval in operands if aval.dtype != jnp.bfloat16])
+    assert masks[0] == masks[1], masks
+    assert max(math.prod(shape) for shape, _ in masks[0]) == 2 * 128 * 5, masks

@@ -193,6 +193,52 @@ def test_gradients_equal_the_references(monkeypatch, capacity):
     assert float(jnp.abs(ours["k_tree"]).max()) > 0.1
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_gradients_do_not_read_what_nobody_sees(monkeypatch, implementation):
+    """Slots past the prefix and rows that the mask hides hold NaN; the gradient is that with zeros there."""
+    small_blocks(monkeypatch, 4)
+    inputs = problem(6, tree_rows=5, capacity=10, lengths=[0, 5])
+    inputs["tree_mask"][:, :, 0] = False
+
+    def gradient(hidden):
+        arrays: dict[str, Any] = {name: np.array(value, value.dtype) for name, value in inputs.items()}
+        for name in ("k_cache", "v_cache"):
+            arrays[name][0], arrays[name][1, :, 5:] = hidden, hidden
+        arrays["k_tree"][:, :, 0] = arrays["v_tree"][:, :, 0] = hidden
+        floats = {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items() if array.ndim == 4}
+        fixed: dict[str, Any] = {name: jnp.asarray(arrays[name]) for name in ("prefix_lengths", "tree_mask")}
+        return compiled(floats, fixed)
+
+    def loss(floats, fixed):
+        return (tree_attention(**floats, **fixed, implementation=implementation) ** 2).sum()
+
+    compiled = jax.jit(jax.grad(loss))
+    dirty, clean = gradient(np.nan), gradient(0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), dirty, clean)
+    assert float(jnp.abs(clean["q"]).max()) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 2.5}, "window of a whole number"),
+        ({"window": True}, "window of a whole number"),
+        ({"window": 0}, "window of at least 1"),
+        ({"window": 2**31}, "within int32"),
+        ({"prefix_lengths": jnp.zeros(2)}, "whole numbers of committed rows, got .*float32"),
+        ({"q": jnp.zeros((2, 4, 4, 16), int)}, "expected q of a floating dtype, got int32"),
+        ({"k_tree": jnp.zeros((2, 0, 4, 16))}, "multiple of KV heads, at least one, got 4 query and 0 KV"),
+        ({"implementation": []}, "unknown attention implementation"),
+        ({"config": {}}, "expected config of type Config"),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_wrong_kind_are_refused(change, message):
+    arguments: dict[str, Any] = {name: jnp.asarray(value) for name, value in problem(8).items()}
+    with pytest.raises(ValueError, match=message):
+        tree_attention(**arguments | change)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
