@@ -271,8 +271,9 @@ def _forest(
     target: Table, drafts: Any, num_draws: Any, law: Any, merge: bool, *, bounded: bool = False
 ) -> tuple[trees.Forest, list[np.ndarray]]:
     """Every tree, if they are not too many; ``bounded``: nor the sets of paths that the bound goes through."""
-    for name, value in (("target", target), ("drafts", drafts), ("num_draws", num_draws)):
-        if not np.iterable(value) or not len(value):
+    given: dict[str, Any] = {"target": target, "drafts": drafts, "num_draws": num_draws}
+    for name, value in given.items():
+        if not (np.iterable(value) and list(value)):
             raise ValueError(f"expected {name} with an entry for each depth, at least one; got {value!r}")
     target = [np.asarray(table, np.float64) for table in target]
     several = np.iterable(drafts[0]) and len(drafts[0]) and np.ndim(drafts[0][0])  # one model's first entry is [V]

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -75,7 +76,7 @@ def test_the_cost_of_the_tpu_kernel_is_stated():
     assert str(flops) in text
 
 
-def kernel_operands(jaxpr):
+def kernel_operands(jaxpr: Any) -> Iterator[list[Any]]:
     """What the kernels of a program read, also those in programs within it."""
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("pallas_call", "mpmd_map"):  # the TPU's, the GPU's
