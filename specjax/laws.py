@@ -125,10 +125,24 @@ def _descending(q: Any) -> Any:
     return _namespace(q).argsort(-q, stable=True).astype(np.int32)
 
 
-def _safe_divide(a: Any, b: Any) -> Any:
-    """Return a / b, and 0 where b is 0."""
+@jax.custom_jvp
+def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
+    return a / b
+
+
+@_quotient.defjvp
+def _quotient_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
+    # The usual derivative by b is -a / b^2, which single precision overflows for b < 1e-19, though a / b is moderate.
+    (a, b), (da, db) = primals, tangents
+    ratio = _quotient(a, b)
+    return ratio, (da - ratio * db) / b
+
+
+def divide(a: Any, b: Any, empty: Any = 0) -> Any:
+    """Return a / b, and ``empty`` where b is 0; its derivative is finite wherever those of a / b are of a float."""
     xp = _namespace(b)
-    return xp.where(b > 0, a / xp.where(b > 0, b, 1), 0)
+    safe = xp.where(b > 0, b, 1)
+    return xp.where(b > 0, a / safe if xp is np else _quotient(a, safe), empty)
 
 
 # Deterministic top-k
@@ -188,7 +202,7 @@ def _without_replacement_enumerate(q: Any, k: int) -> Outcomes:
     rest = (q * unseen).sum(-1)  # [M, k]
     exists = rest > 0
     # Where nothing is left, the draw is invalid and one fixed continuation carries the probability.
-    steps = _namespace(q).where(exists, _safe_divide(q[tokens], rest), lowest)
+    steps = _namespace(q).where(exists, divide(q[tokens], rest), lowest)
     return Outcomes(tokens, exists, steps.prod(-1))
 
 
@@ -214,7 +228,7 @@ def _top_k_plus_one_enumerate(q: Any, k: int) -> Outcomes:
     last = np.arange(vocab_size, dtype=np.int32)
     tokens = xp.concatenate([xp.broadcast_to(top, (vocab_size, k - 1)), last[:, None]], -1)
     valid = xp.concatenate([q[tokens[:, :-1]] > 0, xp.broadcast_to(exists, (vocab_size, 1))], -1)
-    return Outcomes(tokens, valid, xp.where(exists, _safe_divide(rest, rest.sum()), last == 0))
+    return Outcomes(tokens, valid, xp.where(exists, divide(rest, rest.sum()), last == 0))
 
 
 # SpecHub
@@ -243,7 +257,7 @@ def _hub_enumerate(q: Any, k: int) -> Outcomes:
     hubs = xp.broadcast_to(hub, token.shape)
     rest = xp.where(token == hub, 0, q)
     exists = rest.sum() > 0
-    hub_first = xp.where(exists, q[hub] * _safe_divide(rest, rest.sum()), token == 0)
+    hub_first = xp.where(exists, q[hub] * divide(rest, rest.sum()), token == 0)
     tokens = xp.concatenate([xp.stack([token + 0 * hub, hubs], -1), xp.stack([hubs, token + 0 * hub], -1)])
     valid = xp.stack([xp.ones(tokens.shape[:1], bool), xp.broadcast_to(exists, tokens.shape[:1])], -1)
     return Outcomes(tokens, valid, xp.concatenate([rest, hub_first]))

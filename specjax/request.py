@@ -56,7 +56,7 @@ def prepare(
     if target.reads_hidden is not None:
         raise ValueError("target is a draft model that reads another model's hidden states; pass it as one of drafts")
     drafter = make_drafter(drafts, tree, draft_mode)
-    verifier = _verifier(verifier, drafter, allow_lossy)
+    verifier = _verifier(verifier, drafter, target.vocab_size, allow_lossy)
     tokens, lengths = _prompts(prompts, target)
     budgets = _per_prompt("max_new_tokens", max_new_tokens, len(prompts))
     if any(isinstance(budget, bool) or not 0 <= budget < 2**31 for budget in budgets):
@@ -155,7 +155,7 @@ def make_drafter(
     return parts[0] if len(parts) == 1 else ensemble(parts)
 
 
-def _verifier(verifier: str | Verifier, drafter: Drafter, allow_lossy: bool) -> Verifier:
+def _verifier(verifier: str | Verifier, drafter: Drafter, vocab_size: int, allow_lossy: bool) -> Verifier:
     if isinstance(verifier, str):
         if verifier not in VERIFIERS:
             raise ValueError(f"unknown verifier {verifier!r}{_nearest(verifier, VERIFIERS)}")
@@ -166,7 +166,7 @@ def _verifier(verifier: str | Verifier, drafter: Drafter, allow_lossy: bool) -> 
         if not allow_lossy:
             raise ValueError(f"{verifier.name} changes the target's distribution; pass allow_lossy=True to use it")
     else:
-        check_laws(verifier, drafter.laws)
+        check_laws(verifier, drafter.laws, max_draws=drafter.max_draws, vocab_size=vocab_size)
     return verifier
 
 

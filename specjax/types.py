@@ -141,6 +141,7 @@ class Verifier(NamedTuple):
     verify: Callable[..., Acceptance]  # (keys: RoundKeys, tree, target_logits [B, N, V], warp) -> Acceptance
     exact_for: frozenset[str] | None  # keys of proposal laws (see specjax.laws.law_key); None is every law
     lossy: bool = False
+    refuses: Callable[[int, int], str | None] | None = None  # (draws at a node, V) -> why not; None: it takes any tree
 
 
 class Drafter(NamedTuple):
@@ -174,3 +175,4 @@ class Drafter(NamedTuple):
     reads_hidden: int | None = None  # size D of the target's hidden states it reads; None: it reads none
     sizes: tuple[Callable[..., tuple[Any, PyTree]], ...] = ()
     choose: Callable[..., jax.Array] | None = None  # None: there is one size
+    max_draws: int | None = None  # room for draws at a node of its trees, of all sources; None: only its trees say

@@ -86,6 +86,23 @@ CASES = [
         "would bias .*without_replacement draws",
     ),
     ("biased ensemble", dict(drafts=[TARGET] * 2, tree=(2,), draft_mode="iid", verifier="spectr"), "iid x sources"),
+    ("block on a tree", dict(DRAFTED, draft_mode="iid", verifier="block"), "takes chains.*room for 2; .*multi_step"),
+    (
+        "optimal over many tokens",
+        dict(target=model(63), drafts=[model(63)], tree=(1,), verifier="optimal"),
+        "at most 62 tokens; this one has 63; exact for deterministic draws in such trees: naive_sampling$",
+    ),
+    ("optimal of many draws", dict(DRAFTED, tree=(5,), draft_mode="iid", verifier="optimal"), r"16\^5; .*: khisti, "),
+    (
+        "a law of pairs on a tree",
+        dict(DRAFTED, draft_mode="hub", verifier="multi_step"),
+        "would bias .*hub draws; exact for them: hub, naive_sampling, naive_tree, optimal$",
+    ),
+    (
+        "several laws",
+        dict(drafts=[DRAFTER, ssm(TARGET, sj.Topology.chain(3), "hub")], verifier="naive_tree"),
+        r"naive_tree' is not shown to be exact for iid \+ hub draws; exact for them: naive_sampling$",
+    ),
     ("lossy", dict(DRAFTED, verifier=sj.Verifier("blur", never, None, True)), "allow_lossy=True"),
     # warps
     ("negative temperature", dict(warp=sj.Warp(-1.0)), "Warp.temperature must be"),

@@ -138,6 +138,14 @@ def test_gradients_match_finite_differences(rule, law, k):
     assert np.abs(gradient).max() > 0.01
 
 
+def test_the_optimum_refuses_to_be_differentiated():
+    """Solved on the host, it would have a gradient of zero."""
+    acceptance = functools.partial(exact.expected_acceptance, "optimal", num_draws=1, law="iid")
+    for place in (0, 1):
+        with pytest.raises(ValueError, match="no derivative; specjax.exact.optimal_acceptance"):
+            jax.grad(acceptance, place)(jnp.asarray(P), jnp.asarray(Q))
+
+
 def test_gradients_are_finite_where_draft_and_target_agree():
     for rule in ("multi_step", "spectr", "khisti"):
         acceptance = functools.partial(exact.expected_acceptance, rule, num_draws=2, law="iid")

@@ -86,6 +86,7 @@ def adaptive(
     if not len(batches) or not batches[0] >= 1 or not np.all(np.diff(batches) > 0):
         raise ValueError(f"batches ascend from at least 1, and there is one or more; got {tuple(batches)}")
     depth = max(drafter.max_depth for drafter in drafters)
+    draws = [drafter.max_draws for drafter in drafting if drafter.max_draws is not None]
     functions = tuple((member.init, member.propose, member.commit) for member in drafting)
     init, sizes, commit, choose = _functions(functions, len(drafting) < len(drafters), depth)
     return first._replace(
@@ -102,6 +103,7 @@ def adaptive(
         max_depth=depth,
         sizes=sizes,
         choose=choose,
+        max_draws=max(draws) if len(draws) == len(drafting) else None,
     )
 
 

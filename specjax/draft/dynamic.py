@@ -92,7 +92,7 @@ def _builder(name: str, size: Size, laws: tuple[str, ...], mode: str) -> Callabl
             )
         sampled = law != "deterministic"
         expand = bound(_expand, model.forward, model.max_positions, LAWS[law], size)
-        return model_drafter(model, None, expand, size.depth, grown(law) if sampled else law)
+        return model_drafter(model, None, expand, size.depth, grown(law) if sampled else law, size.width)
 
     return build
 

@@ -181,6 +181,7 @@ def _together(name: str, drafters: Sequence[Drafter], combine: Combine) -> Draft
     if len(laws) > MAX_SOURCES:
         raise ValueError(f"{name} takes at most {MAX_SOURCES} sources; got {len(laws)}")
     members, params = _group(drafters)
+    draws = [drafter.max_draws for drafter in drafters if drafter.max_draws is not None]
     return Drafter(
         *_functions(members, combine),
         params=params,
@@ -189,6 +190,7 @@ def _together(name: str, drafters: Sequence[Drafter], combine: Combine) -> Draft
         vocab_size=min(sizes, default=None),
         max_positions=min(positions, default=None),
         reads_hidden=max(hidden, default=None),
+        max_draws=sum(draws) if len(draws) == len(drafters) else None,
     )
 
 

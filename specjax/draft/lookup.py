@@ -64,6 +64,7 @@ def prompt_lookup(
         max_depth=length,
         laws=("deterministic",),
         vocab_size=vocab_size,
+        max_draws=branches,
     )
 
 

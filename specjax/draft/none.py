@@ -20,4 +20,4 @@ def _commit(params: None, state: None, emission: Emission, hidden: jax.Array | N
     del params, state, emission, hidden
 
 
-NO_DRAFT = Drafter(_init, _propose, _commit, params=None, max_depth=0, laws=())
+NO_DRAFT = Drafter(_init, _propose, _commit, params=None, max_depth=0, laws=(), max_draws=0)

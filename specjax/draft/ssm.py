@@ -60,11 +60,11 @@ def ssm(model: Model, topology: Topology, law: str) -> Drafter:
             f"tokens, and {law} draws are distinct; narrow the tree"
         )
     expand = bound(_expand, model.forward, model.max_positions, LAWS[law], topology.shape)
-    return model_drafter(model, topology, expand, topology.shape.depth, law)
+    return model_drafter(model, topology, expand, topology.shape.depth, law, topology.shape.num_draws)
 
 
 def model_drafter(
-    model: Model, topology: Topology | None, expand: Callable[..., TokenTree], max_depth: int, law: str
+    model: Model, topology: Topology | None, expand: Callable[..., TokenTree], max_depth: int, law: str, max_draws: int
 ) -> Drafter:
     """The drafter of a model whose trees are made by ``expand``, be their shape given or decided on the way.
 
@@ -87,6 +87,7 @@ def model_drafter(
         vocab_size=model.vocab_size,
         max_positions=model.max_positions,
         reads_hidden=model.reads_hidden,
+        max_draws=max_draws,
     )
 
 

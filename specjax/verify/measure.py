@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.laws import LAWS, Outcomes
+from specjax.laws import LAWS, Outcomes, divide
 from specjax.types import Draws, NodeRule
 from specjax.verify.rules import RULES
 
@@ -83,7 +83,7 @@ def average_coupled(q: jax.Array, laws: jax.Array) -> Expectation:
     tokens, drawable = jnp.arange(q.shape[0]), q > 0
 
     def given(x: jax.Array, emitted: jax.Array) -> jax.Array:
-        at = jnp.where(drawable, emitted / jnp.where(drawable, q, 1), jnp.inf)
+        at = divide(emitted, q, jnp.inf)
         knots = jnp.sort(at)
         finite = jnp.where(knots < jnp.inf, knots, 0)
         height = jnp.maximum(finite[:, None] * q, emitted).sum(1)  # A at each finite knot
@@ -122,7 +122,7 @@ def shared_noise_acceptance(p: jax.Array, q: jax.Array, count: int) -> jax.Array
     )
 
     def emits(y: jax.Array) -> jax.Array:
-        outside = jnp.maximum(p, q * p[y] / jnp.where(q[y] > 0, q[y], 1))
+        outside = jnp.maximum(p, divide(q * p[y], q[y], q * p[y]))
         rate = jnp.where(sets, p, outside).sum(1)
         return jnp.where((q[y] > 0) & ~jnp.asarray(sets)[:, y], weight * p[y] / rate, 0).sum()
 

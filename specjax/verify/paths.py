@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.laws import drawn_by, grown
+from specjax.laws import divide, drawn_by, grown
 from specjax.sampling import Warp, sample_at
 from specjax.tree import TokenTree
 from specjax.types import Acceptance, RoundKeys
@@ -36,10 +36,6 @@ class PathRule(NamedTuple):
     rule: Callable[[TokenTree, Rows], PathDecision]
     exact_for: frozenset[str]  # keys of proposal laws (see specjax.laws.law_key)
     lossy: bool = False
-
-
-def _divide(a: jax.Array, b: jax.Array, empty: float) -> jax.Array:
-    return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), empty)
 
 
 def _at(array: jax.Array, *index: jax.Array) -> jax.Array:
@@ -97,8 +93,8 @@ def multi_path_block(tree: TokenTree, target: Rows) -> PathDecision:
         room = jnp.maximum(weight[:, None] * p - law, 0).sum(1)
         # 0 / 0 where the draft is the target so far: then everything is accepted further down. The brackets keep the
         # quotient from rounding to more than 1, and with it what is left from falling below 0.
-        accept = jnp.where(inner, _divide(room, room + (1 - weight), 1), weight)
-        ratio = _divide(_at(p, token), _at(law, token), 0)
+        accept = jnp.where(inner, divide(room, room + (1 - weight), 1), weight)
+        ratio = divide(_at(p, token), _at(law, token), 0)
         child, exists = _child(tree, node, token)
         visited = (node, jnp.where(here, accept, 0), jnp.where(inner, weight, 0), token, pinned & here, inner)
         below = jnp.where(inner & exists, child, node)
@@ -122,10 +118,15 @@ def multi_path_block(tree: TokenTree, target: Rows) -> PathDecision:
         _, law, _ = choose(nodes, p)
         left = normalise(jnp.maximum(_at(weights, nodes)[:, None] * p - law, 0), p)
         left = jnp.where(_at(has_draws, nodes)[:, None], left, p)
-        share = _divide(_at(pinned_stop, nodes), _at(stop, nodes), 0)
+        share = divide(_at(pinned_stop, nodes), _at(stop, nodes), 0)
         return ((1 - share)[:, None] * left).at[rows, _at(tokens, nodes)].add(share)
 
     return PathDecision(stop, residual)
+
+
+def beyond_chains(num_draws: int) -> str | None:
+    """Why ``block`` cannot verify trees with room for so many draws at a node; None if it can."""
+    return f"it takes chains, one draw a node; the tree has room for {num_draws}" if num_draws > 1 else None
 
 
 def block(tree: TokenTree, target: Rows) -> PathDecision:
@@ -139,11 +140,8 @@ def block(tree: TokenTree, target: Rows) -> PathDecision:
     Raises:
       ValueError: if the tree has room for more than one draw at a node.
     """
-    if tree.draw_tokens.shape[-1] > 1:
-        raise ValueError(
-            f"block verification takes chains, one draw a node; the tree has room for {tree.draw_tokens.shape[-1]}. "
-            "Use traversal or multi_path_block on trees."
-        )
+    if reason := beyond_chains(tree.draw_tokens.shape[-1]):
+        raise ValueError(f"block cannot verify this tree: {reason}")
     return multi_path_block(tree, target)
 
 
@@ -205,7 +203,7 @@ def traversal(tree: TokenTree, target: Rows) -> PathDecision:
         left = jnp.maximum(scale[:, None] * left - law, 0)
         total = left.sum(1)
         room = total + (1 - alpha)  # in brackets, so that alpha cannot round to more than 1
-        return left, _divide(jnp.ones_like(room), room, 1), _divide(total, room, 1)
+        return left, divide(jnp.ones_like(room), room, 1), divide(total, room, 1)
 
     def enter(walk: _Walk) -> _Walk:
         """Go down to the children that wait to be entered. Only here a row of the target is asked for."""
@@ -229,7 +227,7 @@ def traversal(tree: TokenTree, target: Rows) -> PathDecision:
         draw = jnp.argmax(waiting, 1).astype(jnp.int32)
         law = draw_law(node, draw, left.dtype)
         token = _at(tree.draw_tokens, node, draw)
-        accept = jnp.minimum(1, _divide(scale * _at(left, token), _at(law, token), 0))
+        accept = jnp.minimum(1, divide(scale * _at(left, token), _at(law, token), 0))
         child, exists = _child(tree, node, token)
         has_subtree = exists & _at(expanded, child)
         back = has_subtree & _at(walk.entered, child)
@@ -375,7 +373,7 @@ def stop_at(rule: Callable[[TokenTree, Rows], PathDecision]) -> Callable[..., Ac
     return verify
 
 
-_ONE_DRAW = frozenset({"iid", "without_replacement", "top_k_plus_one", "hub"})  # each is a single draw from q at K = 1
+ONE_DRAW = frozenset({"iid", "without_replacement", "top_k_plus_one", "hub"})  # each is a single draw from q at K = 1
 _SEQUENTIAL = frozenset(
     law + suffix
     for law in ("iid", "without_replacement", grown("iid"), grown("without_replacement"))
@@ -385,7 +383,7 @@ _SEQUENTIAL = frozenset(
 PATH_RULES: dict[str, PathRule] = {
     rule.name: rule
     for rule in (
-        PathRule("block", block, _ONE_DRAW),
+        PathRule("block", block, ONE_DRAW),
         PathRule("traversal", traversal, _SEQUENTIAL),
         PathRule("multi_path_block", multi_path_block, frozenset({"iid"})),
         PathRule("typical", typical, frozenset(), lossy=True),

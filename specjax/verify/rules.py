@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.laws import grown
+from specjax.laws import divide, grown
 from specjax.types import Draws
 from specjax.verify.transport import optimal
 
@@ -40,12 +40,13 @@ class Rule(NamedTuple):
 def normalise(mass: jax.Array, otherwise: jax.Array) -> jax.Array:
     """Mass [..., V] made to sum to 1 along its last axis; where it is zero, the other."""
     total = mass.sum(-1, keepdims=True)
-    return jnp.where(total > 0, mass / jnp.where(total > 0, total, 1), otherwise)
+    return divide(mass, total, otherwise)
 
 
 def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
     """min(1, a / b), and 0 where b is 0."""
-    return jnp.where(b > 0, jnp.minimum(1, a / jnp.where(b > 0, b, 1)), 0)
+    below = (b > 0) & (a <= b)  # chosen before dividing: beyond it a / b may overflow, and with it the derivative
+    return jnp.where(below, jnp.minimum(1, divide(a, jnp.where(below, b, 1))), (b > 0).astype(a.dtype))
 
 
 def _excess(p: jax.Array, q: jax.Array) -> jax.Array:

@@ -12,6 +12,19 @@ from specjax.laws import LAWS
 from specjax.types import Draws
 
 MOST_OUTCOMES = 200_000
+MOST_TOKENS = 62  # sets of tokens are the bits of a signed word
+
+
+def beyond_optimum(num_draws: int, vocab_size: int) -> str | None:
+    """Why the optimum cannot be solved for so many draws at a node; None if it can."""
+    if vocab_size > MOST_TOKENS:
+        return f"it takes vocabularies of at most {MOST_TOKENS} tokens; this one has {vocab_size}"
+    if vocab_size**num_draws > MOST_OUTCOMES:
+        return (
+            f"it sums every draw, at most {MOST_OUTCOMES} outcomes; {num_draws} draws at a node from {vocab_size} "
+            f"tokens have {vocab_size}^{num_draws}"
+        )
+    return None
 
 
 def drawn_sets(q: np.ndarray, laws: tuple[str, ...], counts: tuple[int, ...]) -> dict[int, float]:
@@ -131,11 +144,8 @@ def optimal(p: jax.Array, q: jax.Array, draws: Draws, *, laws: tuple[str, ...]) 
         raise ValueError(f"expected one law for each of {q.shape[0]} sources; got {laws}")
     if "shared_gumbel" in laws:
         raise ValueError("shared_gumbel draws depend on the emission's noise; verify them with naive_sampling")
-    if vocab_size**most > MOST_OUTCOMES or vocab_size > 62:
-        raise ValueError(
-            f"the optimum sums every draw: {vocab_size}^{most} outcomes are more than {MOST_OUTCOMES}. Use it on small "
-            "vocabularies; spectr or without_replacement come close on large ones."
-        )
+    if reason := beyond_optimum(most, vocab_size):
+        raise ValueError(f"optimal cannot be solved: {reason}")
 
     # The callback's thread does not share this thread's x64 setting, and a float64 would be cut to float32 on its way:
     # so it travels as 32-bit words.
@@ -143,13 +153,25 @@ def optimal(p: jax.Array, q: jax.Array, draws: Draws, *, laws: tuple[str, ...]) 
 
     def host(*arguments: jax.Array) -> np.ndarray:
         p_words, q_words, tokens, source, valid = (np.ascontiguousarray(argument) for argument in arguments)
-        batch = tokens.shape[:-1]
         drawn = (field.reshape(-1, most) for field in (tokens, source, valid))
         p, q = p_words.view(dtype).reshape(-1, vocab_size), q_words.view(dtype).reshape(-1, len(laws), vocab_size)
         emitted = _emitted(laws, p, q, *drawn).astype(dtype)
-        return emitted.view(np.uint32).reshape(*batch, *words.shape)
+        return emitted.view(np.uint32).reshape(p_words.shape)
 
-    dtype, words = p.dtype, words_of(p)
-    result = jax.ShapeDtypeStruct(words.shape, words.dtype)
-    emitted = jax.pure_callback(host, result, words, words_of(q.astype(dtype)), *draws, vmap_method="broadcast_all")
-    return jax.lax.bitcast_convert_type(emitted, dtype)
+    # As words, p and q would have a derivative of zero.
+    @jax.custom_jvp
+    def solve(p: jax.Array, q: jax.Array, draws: Draws) -> jax.Array:
+        words = words_of(p)
+        result = jax.ShapeDtypeStruct(words.shape, words.dtype)
+        emitted = jax.pure_callback(host, result, words, words_of(q), *draws, vmap_method="broadcast_all")
+        return jax.lax.bitcast_convert_type(emitted, dtype)
+
+    @solve.defjvp
+    def refuse(primals: tuple, tangents: tuple) -> tuple:
+        raise ValueError(
+            "the rule optimal is solved on the host and has no derivative; specjax.exact.optimal_acceptance gives its "
+            "acceptance differentiably"
+        )
+
+    dtype = p.dtype
+    return solve(p, q.astype(dtype), draws)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.exact import expected_acceptance
 from specjax.laws import LAWS, law_key
 from specjax.types import Draws
 from specjax.verify.measure import bound, for_laws, node_outcomes, shared_noise_acceptance
@@ -205,6 +206,7 @@ def test_one_draw_is_speculative_sampling_for_every_rule():
         for law in ("iid", "without_replacement", "top_k_plus_one", "hub"):
             if name != "naive_sampling":
                 np.testing.assert_allclose(summed(name, law, 1)[2], overlap, atol=1e-12, err_msg=f"{name} {law}")
+                assert variation(summed(name, law, 1)[1]).max() <= EXACT, (name, law)  # so it takes any of these laws
     np.testing.assert_allclose(summed("naive_sampling", "iid", 1)[2], (p * q[:, 0]).sum(1), atol=1e-12)
 
 
@@ -268,6 +270,17 @@ def test_invalid_draws_change_nothing_wherever_they_stand(name):
             np.testing.assert_allclose(rule(p, q, padded), p, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("name", "law"), [("multi_step", "iid"), ("spectr", "iid"), ("without_replacement", "without_replacement")]
+)
+def test_gradients_in_float32_are_finite_at_the_edges(name, law):
+    """Masses of 1e-30, whose squares are 0 in float32, among them."""
+    acceptance = lambda p, q: expected_acceptance(name, p, q, num_draws=2, law=law)
+    p, q = (jnp.asarray(side, jnp.float32) for side in zip(*EDGES.values(), strict=True))
+    gradients = jax.jit(jax.vmap(jax.grad(acceptance, (0, 1))))(p, q)
+    assert np.isfinite(np.stack(gradients)).all()
+
+
 @pytest.mark.parametrize("name", [name for name in RULES if name != "optimal"])
 def test_float32_stays_float32_and_sums_to_one_over_a_large_vocabulary(name):
     vocab_size, k = 32_000, 2
@@ -296,8 +309,10 @@ def test_masked_logits_are_tokens_of_probability_zero():
 def test_the_optimum_refuses_what_it_cannot_sum():
     p, q = jnp.full(100, 0.01), jnp.full((1, 100), 0.01)
     draws = Draws(jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32), jnp.ones(3, bool))
-    with pytest.raises(ValueError, match="the optimum sums every draw"):
+    with pytest.raises(ValueError, match=r"optimal cannot be solved: .*at most 62 tokens; this one has 100"):
         RULES["optimal"].rule(p, q, draws, laws=("iid",))
+    with pytest.raises(ValueError, match=r"optimal cannot be solved: .*3 draws at a node from 62 tokens have 62\^3"):
+        RULES["optimal"].rule(p[:62], q[:, :62], draws, laws=("iid",))
     with pytest.raises(ValueError, match="depend on the emission's noise"):
         RULES["optimal"].rule(p[:4] * 25, q[:, :4] * 25, draws, laws=("shared_gumbel",))
     with pytest.raises(ValueError, match="one law for each of 1 sources"):

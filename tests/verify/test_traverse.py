@@ -190,6 +190,13 @@ def test_empty_residuals_give_a_valid_token(rule, p, q, draws):
         np.testing.assert_array_equal(eager.tokens, acceptance.tokens)
 
 
+def test_at_one_draw_a_node_laws_that_draw_alike_are_one():
+    for law in ("hub", "top_k_plus_one", "without_replacement"):
+        check_laws(VERIFIERS["multi_step"], (law,), max_draws=1, vocab_size=9)
+    with pytest.raises(ValueError, match="would bias"):
+        check_laws(VERIFIERS["multi_step"], ("deterministic",), max_draws=1, vocab_size=9)
+
+
 @pytest.mark.parametrize(
     ("verifier", "laws", "exact"),
     [
