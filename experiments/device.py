@@ -36,7 +36,7 @@ Attend = Callable[..., jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One call, in bfloat16, with a full cache."""
+    """One call, with a full cache."""
 
     batch: int
     nodes: int
@@ -44,25 +44,45 @@ class Shape:
     q_heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    earlier: int = 0  # uncommitted rows before the fed ones, which all of them see
+    window: int | None = None
+    dtype: str = "bfloat16"
+
+    @property
+    def tree_rows(self) -> int:
+        """Rows of the tree buffer."""
+        return self.earlier + self.nodes
+
+    @property
+    def row_bytes(self) -> int:
+        """One head of one key, value or query."""
+        return self.head_dim * jnp.dtype(self.dtype).itemsize
 
     @property
     def cache_bytes(self) -> int:
         """Keys and values of the prefix."""
-        return 2 * 2 * self.batch * self.kv_heads * self.prefix * self.head_dim
+        return 2 * self.batch * self.kv_heads * self.prefix * self.row_bytes
 
     @property
     def least_bytes(self) -> int:
         """What has to move: keys and values once per KV head, queries in, the result out."""
-        tree = 2 * 2 * self.batch * self.kv_heads * self.nodes * self.head_dim
-        return self.cache_bytes + tree + 2 * 2 * self.batch * self.nodes * self.q_heads * self.head_dim
+        tree = 2 * self.batch * self.kv_heads * self.tree_rows * self.row_bytes
+        return self.cache_bytes + tree + 2 * self.batch * self.nodes * self.q_heads * self.row_bytes
 
     @property
     def flops(self) -> int:
         """Both matrix products."""
-        return 4 * self.batch * self.q_heads * self.nodes * (self.prefix + self.nodes) * self.head_dim
+        return 4 * self.batch * self.q_heads * self.nodes * (self.prefix + self.tree_rows) * self.head_dim
 
     def __str__(self) -> str:
-        return f"B{self.batch} N{self.nodes} S{self.prefix}"
+        unusual = {
+            f" Hq{self.q_heads} Hkv{self.kv_heads}": (self.q_heads, self.kv_heads) != (32, 8),
+            f" D{self.head_dim}": self.head_dim != 128,
+            f" M{self.tree_rows}": self.earlier,
+            f" W{self.window}": self.window,
+            f" {self.dtype}": self.dtype != "bfloat16",
+        }
+        return f"B{self.batch} N{self.nodes} S{self.prefix}" + "".join(text for text, shown in unusual.items() if shown)
 
 
 SHAPES = (
@@ -77,23 +97,32 @@ SHAPES = (
     Shape(32, 64, 512),
 )
 SMALL = (Shape(2, 1, 512), Shape(2, 33, 1024), Shape(1, 64, 2048), Shape(3, 128, 768))
+# Checked of ``tree_attention`` alone: others take neither windows nor every width, and time is short.
+UNUSUAL = (
+    Shape(2, 33, 1024, head_dim=64),
+    Shape(2, 33, 1024, head_dim=96, earlier=40),
+    Shape(2, 16, 1024, q_heads=8, head_dim=256),
+    Shape(2, 33, 1024, window=100),
+    Shape(2, 33, 1024, q_heads=15, kv_heads=5, earlier=40, window=20),
+)
+OTHER_DTYPE = {"gpu": "float16", "tpu": "float32"}  # that the platform's kernel takes
 
 
 def inputs_of(shape: Shape, key: jax.Array, lengths: Sequence[int] | None = None) -> dict[str, Any]:
-    """Random arguments of ``tree_attention``: a complete binary tree on a full cache."""
+    """Random arguments of ``tree_attention``: a complete binary tree, behind rows that it sees, on a full cache."""
     keys = jax.random.split(key, 5)
     cache = shape.batch, shape.kv_heads, shape.prefix, shape.head_dim
-    tree = shape.batch, shape.kv_heads, shape.nodes, shape.head_dim
+    tree = shape.batch, shape.kv_heads, shape.tree_rows, shape.head_dim
     sizes = (shape.batch, shape.nodes, shape.q_heads, shape.head_dim), cache, cache, tree, tree
     q, k_cache, v_cache, k_tree, v_tree = (
-        jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True)
+        jax.random.normal(key, size, shape.dtype) for key, size in zip(keys, sizes, strict=True)
     )
     ancestors = []
     for node in range(shape.nodes):
         path = [node]
         while path[-1]:
             path.append((path[-1] - 1) // 2)
-        ancestors.append([column in path for column in range(shape.nodes)])
+        ancestors.append([True] * shape.earlier + [column in path for column in range(shape.nodes)])
     return dict(
         q=q,
         k_cache=k_cache,
@@ -101,7 +130,7 @@ def inputs_of(shape: Shape, key: jax.Array, lengths: Sequence[int] | None = None
         k_tree=k_tree,
         v_tree=v_tree,
         prefix_lengths=jnp.asarray(lengths or [shape.prefix] * shape.batch, jnp.int32),
-        tree_mask=jnp.broadcast_to(jnp.asarray(ancestors), (shape.batch, shape.nodes, shape.nodes)),
+        tree_mask=jnp.broadcast_to(jnp.asarray(ancestors), (shape.batch, shape.nodes, shape.tree_rows)),
     )
 
 
@@ -163,6 +192,11 @@ def contenders(platform: str) -> dict[str, Attend]:
     return known
 
 
+def unusual(platform: str) -> tuple[Shape, ...]:
+    """Other widths, groups, windows, buffers and dtypes than a model in bfloat16 has, all within the kernel's reach."""
+    return *UNUSUAL, Shape(2, 33, 1024, dtype=OTHER_DTYPE[platform])
+
+
 def largest_error(attend: Attend, shape: Shape) -> float:
     """Largest difference from the reference in float32, over ragged lengths."""
     lengths = [max(shape.prefix - 67 * row, 0) for row in range(shape.batch)]
@@ -171,8 +205,9 @@ def largest_error(attend: Attend, shape: Shape) -> float:
         name: array.astype(jnp.float32) if array.ndim == 4 and array.dtype != bool else array
         for name, array in inputs.items()
     }
-    right = jax.jit(functools.partial(tree_attention, implementation="reference"))(**wide)
-    return float(jnp.abs(jax.jit(attend)(**inputs).astype(jnp.float32) - right).max())
+    window: dict[str, Any] = {} if shape.window is None else {"window": shape.window}
+    right = jax.jit(functools.partial(tree_attention, implementation="reference", **window))(**wide)
+    return float(jnp.abs(jax.jit(functools.partial(attend, **window))(**inputs).astype(jnp.float32) - right).max())
 
 
 def median_seconds(run: Callable[[], Any]) -> float:
@@ -228,10 +263,10 @@ def is_below(figure: float | str, limit: float) -> bool:
 
 def show(title: str, names: Sequence[str], rows: dict[str, dict[str, Any]], digits: int) -> None:
     """Print a table; what could not be measured follows it."""
-    print(f"\n{title}\n" + " " * 16 + "".join(f"{name:>28}" for name in names))
+    print(f"\n{title}\n" + " " * 36 + "".join(f"{name:>28}" for name in names))
     for row, cells in rows.items():
         figures = (cells[name] for name in names)
-        print(f"{row:16}" + "".join(f"{f'{x:.{digits}f}' if isinstance(x, float) else '-':>28}" for x in figures))
+        print(f"{row:36}" + "".join(f"{f'{x:.{digits}f}' if isinstance(x, float) else '-':>28}" for x in figures))
     for row, cells in rows.items():
         for name in names:
             if isinstance(cells[name], str):
@@ -251,13 +286,21 @@ def main() -> int:
     attends = contenders(device.platform)
     print(f"{device.device_kind}, jax {jax.__version__}")
 
-    errors = {
-        str(shape): {
-            name: attempt(functools.partial(largest_error, attend, shape), deadline) for name, attend in attends.items()
+    own = {name: attend for name, attend in attends.items() if name in ("xla", "mosaic_gpu", "mosaic_tpu")}
+    errors = {}
+    for title, shapes, checked in (
+        ("Largest difference from the reference", SMALL, attends),
+        ("Of other shapes", unusual(device.platform), own),
+    ):
+        part = {
+            str(shape): {
+                name: attempt(functools.partial(largest_error, attend, shape), deadline)
+                for name, attend in checked.items()
+            }
+            for shape in shapes
         }
-        for shape in SMALL
-    }
-    show("Largest difference from the reference", list(attends), errors, 4)
+        show(title, list(checked), part, 4)
+        errors |= part
 
     bandwidth = copy_bandwidth()
     print(f"\nA copy moves {bandwidth / 1e9:.0f} GB/s")
