@@ -456,8 +456,12 @@ def test_a_hostile_draft_is_reported_as_slower(runs, monkeypatch, tmp_path):
     assert summary["accepted"] == "0" and int(summary["drafted"]) == 3 * 39 * 14
     assert float(summary["tokens_per_step"]) == 1.0 and float(summary["speedup"]) < 1.0
     report = (runs.out / "report.md").read_text()
-    header = "| method | drafts | drafted | accepted | steps | tokens/step | decode s | tokens/s | speed-up | text |"
-    assert header in report and f"{float(summary['speedup']):.2f}x" in report
+    (header,) = [
+        line for line in report.splitlines() if line.startswith("| method | drafts | drafted | accepted | steps")
+    ]
+    assert (
+        header.endswith("| decode s | tokens/s | speed-up | text |") and f"{float(summary['speedup']):.2f}x" in report
+    )
 
 
 def test_a_call_that_compiled_is_not_counted():
