@@ -70,7 +70,7 @@ class Screening:
             every = list(schedules(run.screen_nodes))
             chosen = [every[at] for at in np.unique(np.linspace(0, len(every) - 1, run.screen).astype(int))]
             rates = tokens_per_step(self.trace(cell.config), chosen)
-            nodes = [shape_of(schedule).num_nodes for schedule in chosen]
+            nodes = np.array([shape_of(schedule).num_nodes for schedule in chosen])
             for index in np.lexsort((nodes, -rates))[: run.confirm]:
                 decode = dataclasses.replace(cell.config.decode, tree=chosen[index])
                 own = dataclasses.replace(cell.config, decode=decode)
