@@ -23,10 +23,10 @@ import specjax as sj
 from experiments import command, config, inflate, prompts
 from experiments.bench_attention import attention_ratios
 from experiments.bench_draft import drafting_ratios
-from experiments.bench_pair import NEW_TOKENS, ROWS, SAMPLED, Pair, compile_log
+from experiments.bench_pair import NEW_TOKENS, ROWS, SAMPLED, Pair
 from experiments.bench_round import BYTES, bandwidth
 from experiments.bench_verify import verify_ratios
-from experiments.timing import Spread, samples
+from experiments.timing import Spread, compile_log, samples
 
 ZOO = config.REPOSITORY / "experiments/zoo"
 INFLATED = {

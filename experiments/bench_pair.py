@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import gc
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import specjax as sj
 from experiments import search
 from experiments.bench_round import bare_forwards, stages
 from experiments.recorded import record
+from experiments.timing import decode_seconds, timed
 from specjax import decode
 from specjax.replay import RankTrace, RoundCost, measure_latency
 from specjax.request import Plan, make_drafter, prepare
@@ -29,19 +29,6 @@ SAMPLED = (
     ("without_replacement", "without_replacement"),
 )  # at temperature 1
 ROUNDS = 50  # between which nothing may grow
-
-
-@functools.cache
-def compile_log() -> list[float]:
-    """Seconds of every compilation of this process since the first call of this."""
-    log: list[float] = []
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            log.append(duration_secs)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return log
 
 
 def live_bytes() -> int:
@@ -63,13 +50,7 @@ class Method:
 
     def seconds(self) -> float:
         """Of decoding all prompts, prefill left out."""
-        total = 0.0
-        for plan in self.plans:
-            state = jax.block_until_ready(plan.start())
-            began = time.perf_counter()
-            jax.block_until_ready(decode.run_decode(plan.spec, plan.params, state))
-            total += time.perf_counter() - began
-        return total
+        return decode_seconds(self.plans)
 
     @functools.cached_property
     def outcome(self) -> tuple[list[list[int]], int, int]:
@@ -180,11 +161,5 @@ class Pair:
             **{("bare", name): call for name, call in bare(tree).items()},
             **{("bare incremental", name): call for name, call in bare(Topology.chain(0)).items()},
             **{("stage", name): call for name, call in stages(plan, self.drafts[0], tree, recording).items()},
-            ("prefill", "prefill"): lambda: _prefill_seconds(self.methods["incremental"].plans[0]),
+            ("prefill", "prefill"): lambda: timed(self.methods["incremental"].plans[0].start),
         }
-
-
-def _prefill_seconds(plan: Plan) -> float:
-    began = time.perf_counter()
-    jax.block_until_ready(plan.start())
-    return time.perf_counter() - began

@@ -1,35 +1,22 @@
 """Trees whose size is chosen at run time beside every fixed size: `python -m experiments.budget`."""
 
 import argparse
+import functools
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import jax
 import numpy as np
 from rich.table import Table
 
 import specjax as sj
 from experiments import command, prompts
 from experiments.replay import ZOO
-from experiments.timing import interleaved
+from experiments.timing import decode_seconds, interleaved
 from specjax import decode
 from specjax.draft import NO_DRAFT, adaptive, ssm
 from specjax.replay import calibrate, optimal_trees, rank_trace, tokens_per_step
 from specjax.request import Plan, prepare
 from specjax.types import Drafter, Model
-
-
-def timed_decode(plan: Plan) -> Callable[[], float]:
-    """Seconds of decoding the whole batch, prefill left out."""
-
-    def call() -> float:
-        state = jax.block_until_ready(plan.start())
-        began = time.perf_counter()
-        jax.block_until_ready(decode.run_decode(plan.spec, plan.params, state))
-        return time.perf_counter() - began
-
-    return call
 
 
 def sizes_of(draft: Model, trees: Sequence[sj.Topology]) -> list[Drafter]:
@@ -77,13 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             eos_ids=(),
         )
         plans = [plan(drafter) for drafter in fixed]
-        calls: dict[int, Callable[[], float]] = {index: timed_decode(own) for index, own in enumerate(plans)}
+        calls = {index: functools.partial(decode_seconds, [own]) for index, own in enumerate(plans)}
         # What a round takes with each size: measured here first, on the same batch.
         rounds = [_rounds(own) for own in plans]
         first = interleaved(calls, max(2, options.repeats // 2))
         seconds = [first[index] / len(rounds[index]) for index in calls]
         flexible = plan(adaptive(fixed, expected=expected.tolist(), seconds=seconds, batches=(batch,)))
-        calls[len(fixed)] = timed_decode(flexible)
+        calls[len(fixed)] = functools.partial(decode_seconds, [flexible])
         taken = interleaved(calls, options.repeats)
         emitted = batch * (options.new_tokens - 1)
         speeds = [emitted / taken[index] for index in calls]

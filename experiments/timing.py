@@ -1,11 +1,15 @@
 """Timing things against each other on a machine that is not quiet."""
 
+import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+
+from specjax import decode
+from specjax.request import Plan
 
 
 class Spread(NamedTuple):
@@ -47,3 +51,25 @@ def timed(run: Callable[[], Any]) -> float:
     began = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - began
+
+
+def decode_seconds(plans: Iterable[Plan]) -> float:
+    """Seconds of decoding these batches, prefill left out."""
+    total = 0.0
+    for plan in plans:
+        state = jax.block_until_ready(plan.start())
+        total += timed(lambda plan=plan, state=state: decode.run_decode(plan.spec, plan.params, state))
+    return total
+
+
+@functools.cache
+def compile_log() -> list[float]:
+    """Seconds of every compilation of this process since the first call of this."""
+    log: list[float] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            log.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return log

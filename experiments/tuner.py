@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import itertools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from experiments import config, prompts
 from experiments.config import ConfigError, setting
 from experiments.search import Bounds, Candidate, Choice, batch_rounds, check_drafted, rank
 from experiments.sweep import Models
-from experiments.timing import interleaved
+from experiments.timing import decode_seconds, interleaved
 from specjax import decode
 from specjax.replay import DEVICES, RoundCost, measure_latency, rank_trace, verify_steps
 from specjax.replay.cost import ROWS
@@ -139,22 +138,8 @@ class Bench:
 
     def seconds(self, candidates: Sequence[Candidate], batch: int) -> list[float]:
         """Seconds of decoding all prompts, prefill left out; the candidates take turns."""
-
-        def call(candidate: Candidate) -> Callable[[], float]:
-            plans = self.plans(candidate, batch)
-
-            def timed() -> float:
-                total = 0.0
-                for plan in plans:
-                    state = jax.block_until_ready(plan.start())
-                    began = time.perf_counter()
-                    jax.block_until_ready(decode.run_decode(plan.spec, plan.params, state))
-                    total += time.perf_counter() - began
-                return total
-
-            return timed
-
-        return list(interleaved(dict(enumerate(map(call, candidates))), self.tune.repeats).values())
+        calls = [functools.partial(decode_seconds, self.plans(candidate, batch)) for candidate in candidates]
+        return list(interleaved(dict(enumerate(calls)), self.tune.repeats).values())
 
     def steps(self, candidate: Candidate, batch: int) -> np.ndarray:
         """Verify steps [P] of decoding each prompt."""

@@ -8,13 +8,12 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 import specjax as sj
 from experiments import config, metrics, prompts, screening, sweep
 from experiments.config import ConfigError
 from experiments.prompts import Prompt
 from experiments.sweep import Cell, Experiment
+from experiments.timing import compile_log
 from specjax.request import make_drafter, prepare
 
 
@@ -101,7 +100,7 @@ class Workshop:
                 )
                 for row, found in enumerate(self.screening.replay(experiment))
             ]
-        texts = self.texts(experiment)
+        texts, passes = self.texts(experiment), experiment.run.repeats if self.timed else 1
         batches = [list(batch) for batch in itertools.batched(texts, experiment.run.batch_size)]
         measured: list[Measured] = []
         warm: set[int] = set()
@@ -112,9 +111,9 @@ class Workshop:
                 call()
                 warm.add(len(batch))
             results = []
-            for _ in range(experiment.run.repeats if self.timed else 1):
+            for _ in range(passes):
                 results.append(_without_compiling(call) if self.timed else call())
-                tick(1 / (len(batches) * (experiment.run.repeats if self.timed else 1)))
+                tick(1 / (len(batches) * passes))
             seconds = lambda stage, results=results, batch=batch: (
                 [getattr(result.stats, f"{stage}_seconds") / len(batch) for result in results]
                 if self.timed
@@ -319,16 +318,3 @@ def _without_compiling(call: Callable[[], Any]) -> Any:
         if len(compile_log()) == before:
             return result
     raise RuntimeError("the same call compiles every time, so its time would be mostly compilation")
-
-
-@functools.cache
-def compile_log() -> list[float]:
-    """Seconds of every compilation of this process since the first call of this."""
-    log: list[float] = []
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            log.append(duration_secs)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return log

@@ -8,27 +8,18 @@ import pytest
 
 import specjax as sj
 from experiments import config, inflate
-from specjax.models import DecoderConfig, init_model, save_model
+from specjax.models import init_model, save_model
 from specjax.models.files import read_json
 from specjax.testing import fresh_logits
+from tests.models.directories import TINY
 
 ZOO = config.REPOSITORY / "experiments/zoo"
-SMALL = DecoderConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=64,
-)
 SIZES = dict(hidden=40, layers=3, ffn=60, vocab=80)
 
 
 def saved(folder, **changes):
     """A random model with loud weights, whose norms and biases say something."""
-    shape = dataclasses.replace(SMALL, **changes)
+    shape = dataclasses.replace(TINY, **changes)
     params = init_model(shape, jax.random.key(0)).params
     keys = iter(jax.random.split(jax.random.key(1), 99))
     loud = lambda leaf: 10 * leaf if leaf.ndim > 1 else leaf + 0.2 * jax.random.normal(next(keys), leaf.shape)
