@@ -13,14 +13,28 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     Multiplied in the weight's dtype, summed in float32, returned in the dtype of x. So bfloat16 weights under float32
     activations are mixed-precision training, and one dtype for both is plain.
     """
+    rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
+    return _multiply(rows, weight).reshape(*x.shape[:-1], -1).astype(x.dtype)
+
+
+@jax.jit  # so that the choice is lowered once for a shape, not once for a layer
+def _multiply(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    # In bfloat16 a processor's matrix unit takes rows first.
+    on_cpu = _weight_first if weight.dtype == jnp.float32 else _rows_first
+    return jax.lax.platform_dependent(rows, weight, cpu=on_cpu, default=_rows_first)
+
+
+def _rows_first(rows: jax.Array, weight: jax.Array) -> jax.Array:
     # Left alone, what makes a single row is fused into its product and computed again for every output: one token's
     # decode step took 6.3 ms where it takes 4.9 behind a barrier.
-    x, dtype = barrier(x.astype(weight.dtype)), x.dtype
-    # Contracted as it lies, which is no slower for one row than a weight [I, O], and for 8 to 32 rows up to 1.6 times
-    # as fast (docs/performance.md).
-    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32).astype(
-        dtype
-    )
+    return jax.lax.dot_general(barrier(rows), weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _weight_first(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    # The second factor is packed anew in each product, so the small one stands there: 2 to 8 rows of a large matrix
+    # then take two thirds of the time (docs/performance.md). The barriers keep XLA from swapping the factors back.
+    out = jax.lax.dot_general(weight, barrier(rows.T), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return barrier(barrier(out).T)
 
 
 def _dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
