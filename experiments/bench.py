@@ -1,6 +1,6 @@
 """Where each millisecond of decoding goes on this machine, as ratios inside one run, and the bars to be met.
 
-python -m experiments.bench [--repeats 7] [--json FILE]
+python -m experiments.bench [--repeats 5] [--json FILE]
 
 Two pairs are timed: the target and SSM that ship, where calls rule, and the same two inflated to 100 and 10 million
 parameters (``experiments.inflate``), where reading weights rules; both with the trained pair's real acceptance. Exits
@@ -23,7 +23,7 @@ import specjax as sj
 from experiments import command, config, inflate, prompts
 from experiments.bench_attention import attention_ratios
 from experiments.bench_draft import drafting_ratios
-from experiments.bench_pair import NEW_TOKENS, ROWS, SAMPLED, Pair
+from experiments.bench_pair import NEW_TOKENS, ROWS, SAMPLED, Pair, sampled_rates
 from experiments.bench_round import BYTES, bandwidth
 from experiments.bench_verify import verify_ratios
 from experiments.timing import Spread, compile_log, samples
@@ -34,7 +34,7 @@ INFLATED = {
     "ssm_a": dict(hidden=256, layers=2, ffn=768, vocab=32_000),
     "ssm_b": dict(hidden=256, layers=2, ffn=768, vocab=32_000),
 }
-TRACED, TIMED, LONGEST = 8, 3, 128  # prompts that trees are chosen by, others that are timed, and their tokens
+TRACED, TIMED, LONGEST = 8, 2, 128  # prompts that trees are chosen by, others that are timed, and their tokens
 
 
 class Bar(NamedTuple):
@@ -147,13 +147,13 @@ def curve_table(found: Measured) -> Table:
     return table
 
 
-def bars(zoo: Measured, inflated: Measured, memory: dict[str, dict[str, float]], compiled: int) -> list[Bar]:
+def bars(zoo: Measured, inflated: Measured, record: dict[str, Any]) -> list[Bar]:
     """Everything that has to hold."""
     incremental, target = inflated.token("incremental"), inflated.of(("bare", "target"))
     read = over(inflated.of(("machine", "bandwidth")), incremental).median * inflated.pair.weights[0] / BYTES
     overhead = minus(zoo.round("incremental"), zoo.part("bare incremental"))
     tree = inflated.token("tree")
-    hot = [over(inflated.token("incremental at 1"), inflated.token(f"{name} at 1")).median for name, _ in SAMPLED]
+    hot = [over(inflated.token("incremental at 1"), inflated.token(f"{name} at 1")).median for name, *_ in SAMPLED]
     found = [
         Bar("inflated, incremental: bandwidth of its weights over the machine's", read, least=0.75),
         Bar("inflated: round / bare forwards", over(inflated.round("tree"), inflated.part("bare")).median, most=1.05),
@@ -166,25 +166,56 @@ def bars(zoo: Measured, inflated: Measured, memory: dict[str, dict[str, float]],
         Bar("inflated: tree x chain", over(inflated.token("chain"), tree).median, least=1.0),
         Bar("inflated: best verifier at temperature 1 x incremental", max(hot), least=1.1),
         Bar("zoo: ms of an incremental round beyond its forward", 1e3 * Spread.of(overhead).median, most=0.3),
-        Bar("compilations after warm-up", compiled, most=0),
     ]
-    for name, facts in memory.items():
-        found.append(Bar(f"{name}: arrays and temporaries / weights and caches", facts["ratio"], most=1.15))
-        found.append(Bar(f"{name}: MB that decoding grows by", facts["growth_mb"], most=0))
     for measured in (zoo, inflated):
+        name = measured.pair.name
+        memory = record[name]["memory"]
+        found.append(Bar(f"{name}: arrays and temporaries / weights and caches", memory["ratio"], most=1.15))
+        found.append(Bar(f"{name}: MB that decoding grows by", memory["growth_mb"], most=0))
+        found.append(Bar(f"{name}: compilations after warm-up", record[name]["compilations"], most=0))
         different = sum(
             method.outcome[0] != measured.pair.methods["incremental"].outcome[0]
             for name, method in measured.pair.methods.items()
             if baseline(name) == "incremental"
         )
-        found.append(Bar(f"{measured.pair.name}: greedy methods with another text than incremental", different, most=0))
+        found.append(Bar(f"{name}: greedy methods with another text than incremental", different, most=0))
     return found
+
+
+def measure(pair: Pair, repeats: int) -> tuple[Measured, dict[str, Any]]:
+    """Everything that is timed of a pair, and a record of its memory, its curves, and compilations once it was warm."""
+    memory = pair.memory()
+    calls = {("machine", "bandwidth"): bandwidth(), **pair.calls()}
+    samples(calls, 0)
+    for method in pair.methods.values():
+        method.outcome  # noqa: B018  decoded before anything is timed
+    before = len(compile_log())
+    found = Measured(pair, samples(calls, repeats))
+    curves = [(1e3 * curve.seconds[0, :, 0]).tolist() for curve in pair.curves]
+    return found, {"memory": memory, "curves": curves, "compilations": len(compile_log()) - before}
+
+
+def tables(found: Measured, record: dict[str, Any]) -> list[Table | str]:
+    """What is shown of a pair; its numbers are added to the record."""
+    methods, record["methods"] = methods_table(found)
+    parts, record["round"] = round_table(found)
+    record["prefill"] = prefill = Spread.of([1e3 * second for second in found.of(("prefill", "prefill"))])
+    speed = Spread.of([BYTES / second / 1e9 for second in found.of(("machine", "bandwidth"))])
+    record["gigabytes_per_second"] = speed
+    return [
+        f"{found.pair.name} pair: memory is read at {speed.text('.1f')} GB/s; medians, quartiles in parentheses",
+        curve_table(found),
+        methods,
+        parts,
+        f"prefill of {len(found.pair.prompts[0])} tokens: {prefill.text('.1f')} ms",
+        ", ".join(f"{name} {value:.2f}" for name, value in record["memory"].items()),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print tables, bars, and the same as JSON."""
     parser = argparse.ArgumentParser(prog="python -m experiments.bench", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7, help="timed turns; medians and quartiles count")
+    parser.add_argument("--repeats", type=int, default=5, help="timed turns; medians and quartiles count")
     parser.add_argument("--json", type=Path, default=config.REPOSITORY / "runs/bench.json", help="for the numbers")
     options = parser.parse_args(arguments)
     screen, began = command.screen(), time.perf_counter()
@@ -195,39 +226,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     texts = [list(prompt.tokens) for prompt in found]
     models = [sj.load_model(ZOO / name) for name in INFLATED]
     trace = sj.replay.rank_trace(models[0], models[1:], texts[:TRACED], max_new_tokens=64)
+    rates = sampled_rates(models[0], models[1], texts[:TRACED])
+    measured, record = [], {}
     with tempfile.TemporaryDirectory() as directory:
         for name, sizes in INFLATED.items():
             inflate.inflate(ZOO / name, Path(directory) / name, **sizes)
-        folders = {"zoo": ZOO, "inflated": Path(directory)}
-        pairs = [
-            Pair(name, [folder / model for model in INFLATED], trace, texts[TRACED:])
-            for name, folder in folders.items()
-        ]
-    memory = {pair.name: pair.memory() for pair in pairs}
-    measured = []
-    compiled = 0
-    for pair in pairs:
-        calls = {("machine", "bandwidth"): bandwidth(), **pair.calls()}
-        samples(calls, 0)
-        for method in pair.methods.values():
-            method.outcome  # noqa: B018  decoded before anything is timed
-        before = len(compile_log())
-        measured.append(Measured(pair, samples(calls, options.repeats)))
-        compiled += len(compile_log()) - before
+        for name, folder, own_rates in (("zoo", ZOO, {}), ("inflated", Path(directory), rates)):
+            pair = Pair(name, [folder / model for model in INFLATED], trace, own_rates, texts[TRACED:])
+            one, record[name] = measure(pair, options.repeats)
+            measured.append(one)
+            for shown in tables(one, record[name]):
+                screen.print(shown, highlight=False)
     zoo, inflated = measured
-
-    speed = Spread.of([BYTES / second / 1e9 for second in inflated.of(("machine", "bandwidth"))])
-    screen.print(f"reads memory at {speed.text('.1f')} GB/s; medians, quartiles in parentheses", highlight=False)
-    record: dict[str, Any] = {"gigabytes_per_second": speed, "memory": memory}
-    for one in measured:
-        methods, record[f"{one.pair.name} methods"] = methods_table(one)
-        parts, record[f"{one.pair.name} round"] = round_table(one)
-        prefill = Spread.of([1e3 * second for second in one.of(("prefill", "prefill"))])
-        screen.print(curve_table(one), methods, parts)
-        screen.print(f"prefill of {len(one.pair.prompts[0])} tokens: {prefill.text('.1f')} ms", highlight=False)
-        record[f"{one.pair.name} prefill"] = prefill
-        record[f"{one.pair.name} curves"] = [(1e3 * curve.seconds[0, :, 0]).tolist() for curve in one.pair.curves]
-        screen.print(", ".join(f"{name} {value:.2f}" for name, value in memory[one.pair.name].items()), highlight=False)
     ratios = {
         **{f"attention, {name}": value for name, value in attention_ratios(repeats=options.repeats).items()},
         **{
@@ -248,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{len(compile_log())} compilations took {sum(compile_log()):.0f} s of {time.perf_counter() - began:.0f} s",
         highlight=False,
     )
-    checked = bars(zoo, inflated, memory, compiled)
+    checked = bars(zoo, inflated, record)
     for bar in checked:
         screen.print(bar.text(), highlight=False, soft_wrap=True)
     record["bars"] = [bar._asdict() | {"met": bar.met} for bar in checked]

@@ -16,18 +16,29 @@ from experiments.bench_round import bare_forwards, stages
 from experiments.recorded import record
 from experiments.timing import decode_seconds, timed
 from specjax import decode
-from specjax.replay import RankTrace, RoundCost, measure_latency
+from specjax.replay import (
+    RankTrace,
+    RateTrace,
+    RoundCost,
+    best_size,
+    calibrate,
+    measure_latency,
+    optimal_trees,
+    rate_trace,
+)
 from specjax.request import Plan, make_drafter, prepare
 from specjax.tree import Topology
+from specjax.types import Model
 
 NEW_TOKENS = 48
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 BOUNDS = search.Bounds(max_nodes=24, max_depth=8, most_draws=4, screen=1000)
+# At temperature 1: verifiers, how their trees are drafted, and the node rule whose acceptance shapes those trees.
 SAMPLED = (
-    ("multi_step", "iid"),
-    ("traversal", "iid"),
-    ("without_replacement", "without_replacement"),
-)  # at temperature 1
+    ("multi_step", "iid", "multi_step"),
+    ("traversal", "iid", "multi_step"),
+    ("without_replacement", "without_replacement", "without_replacement"),
+)
 ROUNDS = 50  # between which nothing may grow
 
 
@@ -65,11 +76,44 @@ class Method:
         return texts, emitted, rounds
 
 
-class Pair:
-    """A target, its drafts, and the methods that are timed of them."""
+def sampled_rates(target: Model, draft: Model, prompts: Sequence[list[int]]) -> dict[str, RateTrace]:
+    """How the node rules of ``SAMPLED`` accept at temperature 1."""
+    return {
+        rule: rate_trace(
+            target,
+            draft,
+            prompts,
+            verifier=rule,
+            draft_mode=mode,
+            most_draws=BOUNDS.most_draws,
+            warp=sj.Warp(1.0),
+            max_new_tokens=NEW_TOKENS,
+            seeds=0,
+        )
+        for _, mode, rule in SAMPLED
+    }
 
-    def __init__(self, name: str, directories: Sequence[str | Path], trace: RankTrace, prompts: Sequence[list[int]]):
-        self.name, self.trace, self.prompts = name, trace, prompts
+
+class Pair:
+    """A target, its drafts, and the methods that are timed of them.
+
+    Args:
+      name: for tables.
+      directories: of the target and its drafts.
+      trace: of greedy texts, by which greedy methods are chosen.
+      rates: from ``sampled_rates``, by which sampled methods are chosen; without them there are none.
+      prompts: that are decoded.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        directories: Sequence[str | Path],
+        trace: RankTrace,
+        rates: dict[str, RateTrace],
+        prompts: Sequence[list[int]],
+    ):
+        self.name, self.trace, self.rates, self.prompts = name, trace, rates, prompts
         self.target, *self.drafts = map(sj.load_model, directories)
         self.weights = [sum(leaf.nbytes for leaf in jax.tree.leaves(m.params)) for m in (self.target, self.drafts[0])]
         self.curves = [measure_latency(model, rows=ROWS, contexts=(256,)) for model in (self.target, self.drafts[0])]
@@ -105,20 +149,17 @@ class Pair:
             best("ensemble", tuple(range(len(self.drafts))), lambda most: most > 0),
             Method("lookup", "one branch of 8", self.plans(drafts=[lookup])),
         ]
-        hot = dict(warp=sj.Warp(1.0))
-        tree = dict(drafts=self.drafts[:1], tree=greedy[2].tree)
-        return [
-            *greedy,
-            Method("incremental at 1", "incremental", self.plans(**hot)),
-            *(
-                Method(
-                    f"{verifier} at 1",
-                    f"{greedy[2].about}, {mode}",
-                    self.plans(**hot, **tree, verifier=verifier, draft_mode=mode),
-                )
-                for verifier, mode in SAMPLED
-            ),
-        ]
+        if not self.rates:
+            return greedy
+        hot = [Method("incremental at 1", "incremental", self.plans(warp=sj.Warp(1.0)))]
+        for verifier, mode, rule in SAMPLED:
+            rates = calibrate(self.rates[rule], depth=BOUNDS.max_depth, most_draws=BOUNDS.most_draws).rates
+            tree, _ = best_size(
+                optimal_trees(rates, BOUNDS.max_nodes), lambda tree: cost(tree.shape, (0,), batch=1, context=256)
+            )
+            plans = self.plans(warp=sj.Warp(1.0), drafts=self.drafts[:1], tree=tree, verifier=verifier, draft_mode=mode)
+            hot.append(Method(f"{verifier} at 1", f"optimal({tree.shape.num_nodes}), {mode}", plans))
+        return [*greedy, *hot]
 
     def predicted(self, name: str) -> float:
         """How many times as fast as incremental decoding a method is by the curves and the replay."""

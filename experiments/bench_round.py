@@ -17,16 +17,20 @@ from specjax.tree import Topology
 from specjax.types import Model, TreeMask
 
 PASSES = 16
+COLUMNS = 4096
 BYTES = 2**28  # that ``bandwidth`` reads
 
 type Call = Callable[[], float]
 
 
 def bandwidth() -> Call:
-    """Seconds of reading a float32 array of ``BYTES``, far beyond any cache, once."""
-    array = jnp.ones((BYTES // 4,), jnp.float32)
-    total = jax.jit(jnp.sum)
-    return lambda: timed(lambda: total(array))
+    """Seconds of reading a float32 matrix of ``BYTES``, far beyond any cache, once.
+
+    It is multiplied with a vector, which all cores do and which takes no longer than the reading.
+    """
+    matrix, vector = jnp.ones((BYTES // 4 // COLUMNS, COLUMNS), jnp.float32), jnp.ones((COLUMNS,), jnp.float32)
+    product = jax.jit(jnp.matmul)
+    return lambda: timed(lambda: product(matrix, vector))
 
 
 def bare_forward(

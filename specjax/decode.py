@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -190,62 +190,32 @@ def run_start(
 
 def round(spec: Spec, params: Params, state: DecodeState) -> tuple[DecodeState, RoundInfo]:
     """Draft a tree, score it in one pass of the target, verify it, commit the accepted path (SpecInfer, Figure 2)."""
-    rows = jnp.arange(state.tokens.shape[0])
     if spec.draft_choose is None:
-        scored = _score(spec, params, state, spec.draft_propose)
-    else:
-        # Only what a size changes comes out of the branches: XLA copies it there, and the target's cache is large.
-        branches = [functools.partial(_score, spec, params, state, propose) for propose in spec.draft_sizes]
-        size = spec.draft_choose(params.drafter, state.drafter, state.running)
-        scored = lax.switch(size, _of_one_shape(branches))
-    acceptance = scored.acceptance
-
-    before = state.lengths
-    state, emission = _emit(state, acceptance.tokens, acceptance.num_accepted + 1, acceptance.path)
-    accepted = jnp.minimum(acceptance.num_accepted, emission.counts)
-    drafted = jnp.where(emission.counts[:, None] > 0, scored.drafted, 0)
-    steps = jnp.arange(spec.max_depth)
-    proposers = jnp.where(steps < accepted[:, None], scored.proposers, 0)
-    filed = jnp.where(emission.counts > 0, before - 1, state.tokens.shape[1])
-    into = lambda record, values: record.at[rows, filed].set(values, mode="drop")
-    records = state.rounds
-    state = dataclasses.replace(
-        state,
-        # One row less than emitted: the last token emitted is the next root. One more: this round's root.
-        cache=scored.cache.commit(emission.path, emission.counts),
-        drafter=spec.draft_commit(params.drafter, scored.drafter, emission, scored.hidden),
-        rounds=Rounds(
-            into(records.accepted, accepted),
-            into(records.emitted, emission.counts),
-            into(records.drafted, drafted),
-            # What lies behind the accepted tokens is overwritten when it is emitted.
-            records.proposers.at[rows[:, None], before[:, None] + steps].set(proposers, mode="drop"),
-        ),
-    )
-    return state, RoundInfo(emission, accepted, drafted, proposers)
+        return _round(spec, params, spec.draft_propose, state)
+    # A loop for each size, of which one runs, once: out of a branch of lax.switch XLA copies whatever another branch
+    # leaves alone, and that is the caches.
+    size = spec.draft_choose(params.drafter, state.drafter, state.running)
+    info = jax.eval_shape(functools.partial(_round, spec, params, spec.draft_propose), state)[1]
+    carry = state, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), info), size
+    for own, propose in enumerate(spec.draft_sizes):
+        chosen = lambda carry, own=own: carry[2] == own
+        once = lambda carry, propose=propose: (*_round(spec, params, propose, carry[0]), jnp.full_like(carry[2], -1))
+        carry = lax.while_loop(chosen, once, carry)
+    return carry[:2]
 
 
-class _Scored(NamedTuple):
-    """A drafted tree's verdict; nothing is committed yet."""
-
-    acceptance: Acceptance  # of spec.max_depth levels, whatever the tree's
-    drafted: jax.Array  # [B, D] int32 drafted nodes by depth
-    proposers: jax.Array  # [B, D] uint32, of the tokens along the path
-    drafter: PyTree
-    cache: PyTree  # the target's, with the tree's rows uncommitted
-    hidden: jax.Array | None  # [B, N, H] of the tree's nodes, where the drafter reads them
-
-
-def _score(spec: Spec, params: Params, state: DecodeState, propose: Callable) -> _Scored:
-    """Draft a tree, feed it to the target, verify it."""
-    roots = state.tokens[jnp.arange(state.tokens.shape[0]), state.lengths - 1]
+def _round(spec: Spec, params: Params, propose: Callable, state: DecodeState) -> tuple[DecodeState, RoundInfo]:
+    """A round with trees of one size."""
+    rows = jnp.arange(state.tokens.shape[0])
     keys = RoundKeys(
         draft=fold_in(state.streams.draft, state.lengths),
         path=fold_in(state.streams.path, state.lengths),
         emit=state.streams.emit,
         positions=state.lengths,
     )
-    tree, drafter = propose(params.drafter, keys, state.drafter, roots, state.draft_warp)
+    tree, drafter = propose(
+        params.drafter, keys, state.drafter, state.tokens[rows, state.lengths - 1], state.draft_warp
+    )
 
     prefix = state.cache.lengths
     # Nodes past the model's last position cannot be emitted, since budgets end there; they only must not index past it.
@@ -256,26 +226,32 @@ def _score(spec: Spec, params: Params, state: DecodeState, propose: Callable) ->
     acceptance = spec.verify(keys, tree, out.logits, state.warp)
     spare = ((0, 0), (0, spec.max_depth - tree.max_depth))  # beside deeper trees of other sizes
     acceptance = acceptance._replace(path=jnp.pad(acceptance.path, spare), tokens=jnp.pad(acceptance.tokens, spare))
+
+    before = state.lengths
+    state, emission = _emit(state, acceptance.tokens, acceptance.num_accepted + 1, acceptance.path)
+    accepted = jnp.minimum(acceptance.num_accepted, emission.counts)
     by_depth = tree.depths[:, None, :] == jnp.arange(1, spec.max_depth + 1)[:, None]
     drafted = jnp.sum(by_depth & tree.valid[:, None, :], axis=-1)
-    hidden = out.hidden if spec.reads_hidden else None
-    return _Scored(acceptance, drafted, _proposers(tree, acceptance), drafter, out.cache, hidden)
-
-
-def _of_one_shape(branches: Sequence[Callable[[], PyTree]]) -> list[Callable[[], PyTree]]:
-    """Functions whose results, equal but for some sizes, are padded behind to the largest of each."""
-    shapes = [[leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(branch))] for branch in branches]
-    common = [tuple(map(max, zip(*each))) for each in zip(*shapes)]
-
-    def padded(branch: Callable[[], PyTree]) -> PyTree:
-        leaves, structure = jax.tree.flatten(branch())
-        grow = lambda leaf, shape: jnp.pad(leaf, [(0, most - own) for own, most in zip(leaf.shape, shape)])
-        # What a branch only hands on must stay the same object, which is what spares the copy.
-        return structure.unflatten(
-            leaf if leaf.shape == shape else grow(leaf, shape) for leaf, shape in zip(leaves, common)
-        )
-
-    return [functools.partial(padded, branch) for branch in branches]
+    drafted = jnp.where(emission.counts[:, None] > 0, drafted, 0)
+    steps = jnp.arange(spec.max_depth)
+    proposers = jnp.where(steps < accepted[:, None], _proposers(tree, acceptance), 0)
+    filed = jnp.where(emission.counts > 0, before - 1, state.tokens.shape[1])
+    into = lambda record, values: record.at[rows, filed].set(values, mode="drop")
+    records = state.rounds
+    state = dataclasses.replace(
+        state,
+        # One row less than emitted: the last token emitted is the next root. One more: this round's root.
+        cache=out.cache.commit(emission.path, emission.counts),
+        drafter=spec.draft_commit(params.drafter, drafter, emission, out.hidden if spec.reads_hidden else None),
+        rounds=Rounds(
+            into(records.accepted, accepted),
+            into(records.emitted, emission.counts),
+            into(records.drafted, drafted),
+            # What lies behind the accepted tokens is overwritten when it is emitted.
+            records.proposers.at[rows[:, None], before[:, None] + steps].set(proposers, mode="drop"),
+        ),
+    )
+    return state, RoundInfo(emission, accepted, drafted, proposers)
 
 
 def decode(

@@ -52,7 +52,7 @@ def adaptive(
     A batch of B slots takes a round as long as ``seconds`` says for B, finished rows or not, so large trees pay in
     small batches. What a row still running gains is expected[i] - 1 times how its accepted tokens compare with what was
     expected of the sizes it used, so trees shrink where drafts fail; the record fades, so they are tried again. All
-    sizes are compiled at once, and one runs (``lax.switch``): fewer nodes in one static size would cost the same.
+    sizes are compiled at once, and one runs: fewer nodes in one static size would cost the same.
 
     Args:
       drafters: of ascending size, equal but for their topology, such as ``ssm(model, topology, law)``; the first may be
