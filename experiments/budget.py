@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ from specjax.draft import NO_DRAFT, adaptive, ssm
 from specjax.replay import calibrate, optimal_trees, rank_trace, tokens_per_step
 from specjax.request import Plan, prepare
 from specjax.types import Drafter, Model
+
+PROMPTS = 8  # decoded at least
 
 
 def sizes_of(draft: Model, trees: Sequence[sj.Topology]) -> list[Drafter]:
@@ -56,23 +59,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table.add_column(name, justify="right")
     worst, favourites = np.inf, []
     for batch in options.batches:
-        plan = lambda drafter, batch=batch: prepare(
-            target,
-            texts[:batch],
-            drafts=[drafter],
-            max_new_tokens=options.new_tokens,
-            eos_ids=(),
-        )
+        # A few prompts at least: what is best for one is chance.
+        groups = list(itertools.batched(texts[: max(batch, PROMPTS)], batch))
+        plan = lambda drafter, groups=groups: [
+            prepare(target, list(group), drafts=[drafter], max_new_tokens=options.new_tokens, eos_ids=())
+            for group in groups
+        ]
         plans = [plan(drafter) for drafter in fixed]
-        calls = {index: functools.partial(decode_seconds, [own]) for index, own in enumerate(plans)}
-        # What a round takes with each size: measured here first, on the same batch.
+        calls = {index: functools.partial(decode_seconds, own) for index, own in enumerate(plans)}
+        # What a round takes with each size: measured here first, on the same batches.
         rounds = [_rounds(own) for own in plans]
         first = interleaved(calls, max(2, options.repeats // 2))
         seconds = [first[index] / len(rounds[index]) for index in calls]
         flexible = plan(adaptive(fixed, expected=expected.tolist(), seconds=seconds, batches=(batch,)))
-        calls[len(fixed)] = functools.partial(decode_seconds, [flexible])
+        calls[len(fixed)] = functools.partial(decode_seconds, flexible)
         taken = interleaved(calls, options.repeats)
-        emitted = batch * (options.new_tokens - 1)
+        emitted = sum(map(len, groups)) * (options.new_tokens - 1)
         speeds = [emitted / taken[index] for index in calls]
         chosen = np.array(
             [
@@ -85,7 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         favourites.append(float(np.mean(chosen)))
         counts = ", ".join(f"{size}: {int(np.sum(chosen == size))}" for size in sorted(set(chosen.tolist())))
         table.add_row(str(batch), *(f"{speed:.0f}" for speed in speeds), f"{share:.2f}", counts)
-        screen.print(f"batch {batch}: {share:.2f} of the best fixed size", highlight=False)
+        ahead = ", ".join(f"{name} {1e3 * second:.1f} ms" for name, second in zip(names, seconds))
+        screen.print(
+            f"batch {batch}: a round took {ahead} before; adaptive then chose {counts} and had {share:.2f} of the best "
+            f"fixed size's tokens per second",
+            highlight=False,
+        )
     screen.print(table)
     screen.print(
         f"adaptive is at worst {worst:.2f} of the best fixed size; mean rows a round at batches {options.batches}: "
@@ -96,12 +103,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if worst >= 0.95 and falls else 1
 
 
-def _rounds(plan: Plan) -> list[int]:
-    """Nodes drafted below the root in each round of the batch's longest row."""
-    end = decode.run_decode(plan.spec, plan.params, plan.start())
-    emitted, drafted = np.asarray(end.rounds.emitted), np.asarray(end.rounds.drafted)
-    row = int(np.argmax(np.sum(emitted > 0, axis=1)))
-    return np.sum(drafted[row], axis=-1)[emitted[row] > 0].tolist()
+def _rounds(plans: Sequence[Plan]) -> list[int]:
+    """Nodes drafted below the root in each round of each batch's longest row."""
+    found = []
+    for plan in plans:
+        end = decode.run_decode(plan.spec, plan.params, plan.start())
+        emitted, drafted = np.asarray(end.rounds.emitted), np.asarray(end.rounds.drafted)
+        row = int(np.argmax(np.sum(emitted > 0, axis=1)))
+        found += np.sum(drafted[row], axis=-1)[emitted[row] > 0].tolist()
+    return found
 
 
 if __name__ == "__main__":

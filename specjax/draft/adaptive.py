@@ -15,7 +15,7 @@ from specjax.tree import TokenTree, root_tree
 from specjax.types import Drafter, Emission, PyTree, RoundKeys
 
 MEMORY = 0.98  # of a round's weight that each later one leaves it
-PRIOR = 2.0  # accepted tokens that the expectation is worth
+PRIOR = 10.0  # accepted tokens that the expectation is worth
 
 
 class AdaptiveParams(NamedTuple):
