@@ -3,6 +3,7 @@
 import argparse
 import functools
 import itertools
+import statistics
 import sys
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from rich.table import Table
 import specjax as sj
 from experiments import command, prompts
 from experiments.replay import ZOO
-from experiments.timing import decode_seconds, interleaved
+from experiments.timing import decode_seconds, interleaved, samples
 from specjax import decode
 from specjax.draft import NO_DRAFT, adaptive, ssm
 from specjax.replay import calibrate, optimal_trees, rank_trace, tokens_per_step
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     screen = command.screen()
     target, draft = sj.load_model(ZOO / "target"), sj.load_model(ZOO / "ssm_a")
     tokenizer = sj.load_tokenizer(ZOO / "target")
-    most = max(options.batches)
+    most = max(*options.batches, PROMPTS)
     found = prompts.load("humaneval", num_prompts=most + 16, max_tokens=48, tokenizer=tokenizer)
     texts = [list(prompt.tokens) for prompt in found]
     # Calibrated on prompts of its own; budgets are alike, so that all rows end at about the same time.
@@ -73,16 +74,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seconds = [first[index] / len(rounds[index]) for index in calls]
         flexible = plan(adaptive(fixed, expected=expected.tolist(), seconds=seconds, batches=(batch,)))
         calls[len(fixed)] = functools.partial(decode_seconds, flexible)
-        taken = interleaved(calls, options.repeats)
+        taken = samples(calls, options.repeats)
         emitted = sum(map(len, groups)) * (options.new_tokens - 1)
-        speeds = [emitted / taken[index] for index in calls]
+        speeds = [emitted / statistics.median(taken[index]) for index in calls]
         chosen = np.array(
             [
                 min(trees, key=lambda tree: abs(tree.shape.num_nodes - 1 - drafted)).shape.num_nodes
                 for drafted in _rounds(flexible)
             ]
         )
-        share = speeds[-1] / max(speeds[:-1])
+        # Of times of the same turn, since a machine's speed drifts.
+        share = min(
+            statistics.median(own / adapted for own, adapted in zip(taken[index], taken[len(fixed)]))
+            for index in range(len(fixed))
+        )
         worst = min(worst, share)
         favourites.append(float(np.mean(chosen)))
         counts = ", ".join(f"{size}: {int(np.sum(chosen == size))}" for size in sorted(set(chosen.tolist())))
