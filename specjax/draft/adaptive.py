@@ -14,8 +14,8 @@ from specjax.sampling import Warp
 from specjax.tree import TokenTree, root_tree
 from specjax.types import Drafter, Emission, PyTree, RoundKeys
 
-MEMORY = 0.98  # of a round's weight that each later one leaves it
-PRIOR = 10.0  # accepted tokens that the expectation is worth
+MEMORY = 0.99  # of a round's weight that each later one leaves it
+PRIOR = 4.0  # accepted tokens that the expectation is worth
 
 
 class AdaptiveParams(NamedTuple):
