@@ -153,7 +153,7 @@ def bars(zoo: Measured, inflated: Measured, record: dict[str, Any]) -> list[Bar]
     read = over(inflated.of(("machine", "bandwidth")), incremental).median * inflated.pair.weights[0] / BYTES
     overhead = minus(zoo.round("incremental"), zoo.part("bare incremental"))
     tree = inflated.token("tree")
-    hot = [over(inflated.token("incremental at 1"), inflated.token(f"{name} at 1")).median for name, *_ in SAMPLED]
+    hot = [over(inflated.token("incremental at 1"), inflated.token(f"{name} at 1")).median for name, _ in SAMPLED]
     found = [
         Bar("inflated, incremental: bandwidth of its weights over the machine's", read, least=0.75),
         Bar("inflated: round / bare forwards", over(inflated.round("tree"), inflated.part("bare")).median, most=1.05),

@@ -33,12 +33,15 @@ from specjax.types import Model
 NEW_TOKENS = 48
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 BOUNDS = search.Bounds(max_nodes=24, max_depth=8, most_draws=4, screen=1000)
-# At temperature 1: verifiers, how their trees are drafted, and the node rule whose acceptance shapes those trees.
 SAMPLED = (
-    ("multi_step", "iid", "multi_step"),
-    ("traversal", "iid", "multi_step"),
-    ("without_replacement", "without_replacement", "without_replacement"),
-)
+    ("multi_step", "iid"),
+    ("traversal", "iid"),
+    ("without_replacement", "without_replacement"),
+)  # at temperature 1: verifiers, and how their trees are drafted
+SHAPED_BY = {
+    "iid": "multi_step",
+    "without_replacement": "without_replacement",
+}  # the node rule a mode's tree suits best
 ROUNDS = 50  # between which nothing may grow
 
 
@@ -77,9 +80,9 @@ class Method:
 
 
 def sampled_rates(target: Model, draft: Model, prompts: Sequence[list[int]]) -> dict[str, RateTrace]:
-    """How the node rules of ``SAMPLED`` accept at temperature 1."""
+    """How the draws of each mode of ``SHAPED_BY`` are accepted at temperature 1."""
     return {
-        rule: rate_trace(
+        mode: rate_trace(
             target,
             draft,
             prompts,
@@ -90,7 +93,7 @@ def sampled_rates(target: Model, draft: Model, prompts: Sequence[list[int]]) -> 
             max_new_tokens=NEW_TOKENS,
             seeds=0,
         )
-        for _, mode, rule in SAMPLED
+        for mode, rule in SHAPED_BY.items()
     }
 
 
@@ -151,15 +154,24 @@ class Pair:
         ]
         if not self.rates:
             return greedy
-        hot = [Method("incremental at 1", "incremental", self.plans(warp=sj.Warp(1.0)))]
-        for verifier, mode, rule in SAMPLED:
-            rates = calibrate(self.rates[rule], depth=BOUNDS.max_depth, most_draws=BOUNDS.most_draws).rates
-            tree, _ = best_size(
-                optimal_trees(rates, BOUNDS.max_nodes), lambda tree: cost(tree.shape, (0,), batch=1, context=256)
-            )
-            plans = self.plans(warp=sj.Warp(1.0), drafts=self.drafts[:1], tree=tree, verifier=verifier, draft_mode=mode)
-            hot.append(Method(f"{verifier} at 1", f"optimal({tree.shape.num_nodes}), {mode}", plans))
-        return [*greedy, *hot]
+        seconds = lambda tree: cost(tree.shape, (0,), batch=1, context=256)
+        trees = {}
+        for mode, trace in self.rates.items():
+            rates = calibrate(trace, depth=BOUNDS.max_depth, most_draws=BOUNDS.most_draws).rates
+            trees[mode], _ = best_size(optimal_trees(rates, BOUNDS.max_nodes), seconds)
+        hot = dict(warp=sj.Warp(1.0))
+        return [
+            *greedy,
+            Method("incremental at 1", "incremental", self.plans(**hot)),
+            *(
+                Method(
+                    f"{verifier} at 1",
+                    f"optimal({trees[mode].shape.num_nodes}), {mode}",
+                    self.plans(**hot, drafts=self.drafts[:1], tree=trees[mode], verifier=verifier, draft_mode=mode),
+                )
+                for verifier, mode in SAMPLED
+            ),
+        ]
 
     def predicted(self, name: str) -> float:
         """How many times as fast as incremental decoding a method is by the curves and the replay."""
