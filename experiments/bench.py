@@ -23,7 +23,7 @@ import specjax as sj
 from experiments import command, config, inflate, prompts
 from experiments.bench_attention import attention_ratios
 from experiments.bench_draft import drafting_ratios
-from experiments.bench_pair import NEW_TOKENS, ROWS, SAMPLED, Pair, sampled_rates
+from experiments.bench_pair import NEW_TOKENS, ROWS, SAMPLED, Pair, SampledTraces
 from experiments.bench_round import BYTES, bandwidth
 from experiments.bench_verify import verify_ratios
 from experiments.timing import Spread, compile_log, samples
@@ -34,7 +34,7 @@ INFLATED = {
     "ssm_a": dict(hidden=256, layers=2, ffn=768, vocab=32_000),
     "ssm_b": dict(hidden=256, layers=2, ffn=768, vocab=32_000),
 }
-TRACED, TIMED, LONGEST = 8, 2, 128  # prompts that trees are chosen by, others that are timed, and their tokens
+TRACED, TIMED, LONGEST = 8, 3, 128  # prompts that trees are chosen by, others that are timed, and their tokens
 
 
 class Bar(NamedTuple):
@@ -127,7 +127,7 @@ def round_table(found: Measured) -> tuple[Table, dict[str, Any]]:
     table = _table(f"{found.pair.name} pair, a round of {found.pair.methods['tree'].about}", "part", "ms", "of target")
     target = found.of(("bare", "target"))
     parts = {f"bare {name}": found.of((kind, name)) for kind, name in found.seconds if kind == "bare"}
-    parts["all bare forwards"] = found.part("bare")
+    parts["all bare forwards, one after the other"] = found.of(("round", "bare"))
     parts |= {name: found.of((kind, name)) for kind, name in found.seconds if kind == "stage"}
     parts["everything else"] = minus(minus(found.round("tree"), target), found.part("stage"))
     parts["round"] = found.round("tree")
@@ -151,12 +151,16 @@ def bars(zoo: Measured, inflated: Measured, record: dict[str, Any]) -> list[Bar]
     """Everything that has to hold."""
     incremental, target = inflated.token("incremental"), inflated.of(("bare", "target"))
     read = over(inflated.of(("machine", "bandwidth")), incremental).median * inflated.pair.weights[0] / BYTES
-    overhead = minus(zoo.round("incremental"), zoo.part("bare incremental"))
+    overhead = minus(zoo.round("incremental"), zoo.of(("round", "bare incremental")))
     tree = inflated.token("tree")
     hot = [over(inflated.token("incremental at 1"), inflated.token(f"{name} at 1")).median for name, _ in SAMPLED]
     found = [
         Bar("inflated, incremental: bandwidth of its weights over the machine's", read, least=0.75),
-        Bar("inflated: round / bare forwards", over(inflated.round("tree"), inflated.part("bare")).median, most=1.05),
+        Bar(
+            "inflated: round / bare forwards",
+            over(inflated.round("tree"), inflated.of(("round", "bare"))).median,
+            most=1.05,
+        ),
         Bar(
             "inflated: drafting, verification, commit and the rest / target's forward",
             over(minus(inflated.round("tree"), target), target).median,
@@ -226,13 +230,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     texts = [list(prompt.tokens) for prompt in found]
     models = [sj.load_model(ZOO / name) for name in INFLATED]
     trace = sj.replay.rank_trace(models[0], models[1:], texts[:TRACED], max_new_tokens=64)
-    rates = sampled_rates(models[0], models[1], texts[:TRACED])
+    hot = SampledTraces.of(models[0], models[1], texts[:TRACED])
     measured, record = [], {}
     with tempfile.TemporaryDirectory() as directory:
         for name, sizes in INFLATED.items():
             inflate.inflate(ZOO / name, Path(directory) / name, **sizes)
-        for name, folder, own_rates in (("zoo", ZOO, {}), ("inflated", Path(directory), rates)):
-            pair = Pair(name, [folder / model for model in INFLATED], trace, own_rates, texts[TRACED:])
+        for name, folder, sampled in (("zoo", ZOO, None), ("inflated", Path(directory), hot)):
+            pair = Pair(name, [folder / model for model in INFLATED], trace, sampled, texts[TRACED:])
             one, record[name] = measure(pair, options.repeats)
             measured.append(one)
             for shown in tables(one, record[name]):

@@ -5,14 +5,14 @@ import functools
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 import specjax as sj
 from experiments import search
-from experiments.bench_round import bare_forwards, stages
+from experiments.bench_round import bare_forwards, in_loop, stages
 from experiments.recorded import record
 from experiments.timing import decode_seconds, timed
 from specjax import decode
@@ -24,6 +24,7 @@ from specjax.replay import (
     calibrate,
     measure_latency,
     optimal_trees,
+    rank_trace,
     rate_trace,
 )
 from specjax.request import Plan, make_drafter, prepare
@@ -31,9 +32,11 @@ from specjax.tree import Topology
 from specjax.types import Model
 
 NEW_TOKENS = 48
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (*range(1, 9), 10, 12, 16, 20, 24, 32, 64)
 BOUNDS = search.Bounds(max_nodes=24, max_depth=8, most_draws=4, screen=1000)
+HOT = dict(warp=sj.Warp(1.0))
 SAMPLED = (
+    ("naive", "shared_gumbel"),
     ("multi_step", "iid"),
     ("traversal", "iid"),
     ("without_replacement", "without_replacement"),
@@ -79,22 +82,23 @@ class Method:
         return texts, emitted, rounds
 
 
-def sampled_rates(target: Model, draft: Model, prompts: Sequence[list[int]]) -> dict[str, RateTrace]:
-    """How the draws of each mode of ``SHAPED_BY`` are accepted at temperature 1."""
-    return {
-        mode: rate_trace(
-            target,
-            draft,
-            prompts,
-            verifier=rule,
-            draft_mode=mode,
-            most_draws=BOUNDS.most_draws,
-            warp=sj.Warp(1.0),
-            max_new_tokens=NEW_TOKENS,
-            seeds=0,
-        )
-        for mode, rule in SHAPED_BY.items()
-    }
+class SampledTraces(NamedTuple):
+    """What trees at temperature 1 are chosen by."""
+
+    ranks: RankTrace  # of the text, which naive sampling and shared noise fix
+    rates: dict[str, RateTrace]  # how the draws of each mode of ``SHAPED_BY`` are accepted
+
+    @classmethod
+    def of(cls, target: Model, draft: Model, prompts: Sequence[list[int]]) -> "SampledTraces":
+        """Record them."""
+        options = dict(HOT, max_new_tokens=NEW_TOKENS, seeds=0)
+        rates = {
+            mode: rate_trace(
+                target, draft, prompts, verifier=rule, draft_mode=mode, most_draws=BOUNDS.most_draws, **options
+            )
+            for mode, rule in SHAPED_BY.items()
+        }
+        return cls(rank_trace(target, [draft], prompts, draft_mode="shared_gumbel", **options), rates)
 
 
 class Pair:
@@ -104,7 +108,7 @@ class Pair:
       name: for tables.
       directories: of the target and its drafts.
       trace: of greedy texts, by which greedy methods are chosen.
-      rates: from ``sampled_rates``, by which sampled methods are chosen; without them there are none.
+      sampled: by which sampled methods are chosen; without them there are none.
       prompts: that are decoded.
     """
 
@@ -113,10 +117,10 @@ class Pair:
         name: str,
         directories: Sequence[str | Path],
         trace: RankTrace,
-        rates: dict[str, RateTrace],
+        sampled: SampledTraces | None,
         prompts: Sequence[list[int]],
     ):
-        self.name, self.trace, self.rates, self.prompts = name, trace, rates, prompts
+        self.name, self.trace, self.sampled, self.prompts = name, trace, sampled, prompts
         self.target, *self.drafts = map(sj.load_model, directories)
         self.weights = [sum(leaf.nbytes for leaf in jax.tree.leaves(m.params)) for m in (self.target, self.drafts[0])]
         self.curves = [measure_latency(model, rows=ROWS, contexts=(256,)) for model in (self.target, self.drafts[0])]
@@ -133,43 +137,52 @@ class Pair:
         """Incremental decoding, and the tuner's best chain, tree and ensemble, replayed and costed by the curves."""
         target, draft = self.curves
         cost = RoundCost(target, (draft,) * len(self.drafts))
-        ranked = search.rank(self.trace, BOUNDS, cost, 1, 256, finished_rows_wait=True)
 
-        def best(name: str, drafts: tuple[int, ...], most_children: Callable[[int], bool]) -> Method:
-            fits = lambda it: it.drafts == drafts and most_children(it.tree.shape.num_draws)
-            choice = next(choice for choice in ranked if fits(choice.candidate))
+        def ranked(trace: RankTrace) -> list[search.Choice]:
+            return search.rank(trace, BOUNDS, cost, 1, 256, finished_rows_wait=True)
+
+        def method(name: str, choice: search.Choice, mode: str = "top_k", **options: Any) -> Method:
             candidate = choice.candidate
-            models = [self.drafts[draft] for draft in drafts]
-            drafter = make_drafter(models, candidate.tree if models else None, "top_k")  # once: an ensemble stacks
-            plans = self.plans(drafts=[drafter] if models else [])
-            return Method(name, candidate.name, plans, candidate.tokens_per_step, choice.milliseconds, candidate.tree)
+            models = [self.drafts[draft] for draft in candidate.drafts]
+            drafter = make_drafter(models, candidate.tree if models else None, mode)  # once: an ensemble stacks
+            plans = self.plans(drafts=[drafter] if models else [], **options)
+            about = candidate.name if mode == "top_k" else f"{candidate.name}, {mode}"
+            return Method(name, about, plans, candidate.tokens_per_step, choice.milliseconds, candidate.tree)
 
+        def best(choices: list[search.Choice], drafts: tuple[int, ...], least: int, most: int) -> search.Choice:
+            """Of those with these drafts whose nodes have at least and at most so many children somewhere."""
+            fits = lambda it: it.drafts == drafts and least <= it.tree.shape.num_draws <= most
+            return next(choice for choice in choices if fits(choice.candidate))
+
+        choices, many = ranked(self.trace), BOUNDS.max_nodes
         lookup = sj.draft.prompt_lookup(self.target.vocab_size, branches=1, length=8)
         greedy = [
-            best("incremental", (), lambda most: most == 0),
-            best("chain", (0,), lambda most: most == 1),
-            best("tree", (0,), lambda most: most > 1),
-            best("ensemble", tuple(range(len(self.drafts))), lambda most: most > 0),
+            method("incremental", best(choices, (), 0, 0)),
+            method("chain", best(choices, (0,), 1, 1)),
+            method("tree", best(choices, (0,), 2, many)),
+            method("ensemble", best(choices, tuple(range(len(self.drafts))), 1, many)),
             Method("lookup", "one branch of 8", self.plans(drafts=[lookup])),
         ]
-        if not self.rates:
+        if self.sampled is None:
             return greedy
         seconds = lambda tree: cost(tree.shape, (0,), batch=1, context=256)
         trees = {}
-        for mode, trace in self.rates.items():
+        for mode, trace in self.sampled.rates.items():
             rates = calibrate(trace, depth=BOUNDS.max_depth, most_draws=BOUNDS.most_draws).rates
             trees[mode], _ = best_size(optimal_trees(rates, BOUNDS.max_nodes), seconds)
-        hot = dict(warp=sj.Warp(1.0))
+        shared = best(ranked(self.sampled.ranks), (0,), 1, many)
         return [
             *greedy,
-            Method("incremental at 1", "incremental", self.plans(**hot)),
+            Method("incremental at 1", "incremental", self.plans(**HOT)),
+            method("naive at 1", shared, "shared_gumbel", verifier="naive", **HOT),
             *(
                 Method(
                     f"{verifier} at 1",
                     f"optimal({trees[mode].shape.num_nodes}), {mode}",
-                    self.plans(**hot, drafts=self.drafts[:1], tree=trees[mode], verifier=verifier, draft_mode=mode),
+                    self.plans(**HOT, drafts=self.drafts[:1], tree=trees[mode], verifier=verifier, draft_mode=mode),
                 )
                 for verifier, mode in SAMPLED
+                if mode in trees
             ),
         ]
 
@@ -211,8 +224,9 @@ class Pair:
         (recording,) = record(plan, 1)
         return {
             **{("method", name): method.seconds for name, method in self.methods.items()},
-            **{("bare", name): call for name, call in bare(tree).items()},
-            **{("bare incremental", name): call for name, call in bare(Topology.chain(0)).items()},
+            **{("bare", name): in_loop([each]) for name, each in bare(tree).items()},
+            ("round", "bare"): in_loop(bare(tree).values()),
+            ("round", "bare incremental"): in_loop(bare(Topology.chain(0)).values()),
             **{("stage", name): call for name, call in stages(plan, self.drafts[0], tree, recording).items()},
             ("prefill", "prefill"): lambda: timed(self.methods["incremental"].plans[0].start),
         }

@@ -2,22 +2,26 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from experiments.bench_draft import draft_rounds
 from experiments.recorded import Recording
 from experiments.timing import timed
+from specjax.cache import KVCache
 from specjax.draft import ssm
 from specjax.request import Plan
 from specjax.tree import Topology
-from specjax.types import Model, TreeMask
+from specjax.types import Model, PyTree, TreeMask
 
 PASSES = 16
 COLUMNS = 4096
+READS = 8
 BYTES = 2**28  # that ``bandwidth`` reads
 
 type Call = Callable[[], float]
@@ -26,56 +30,75 @@ type Call = Callable[[], float]
 def bandwidth() -> Call:
     """Seconds of reading a float32 matrix of ``BYTES``, far beyond any cache, once.
 
-    It is multiplied with a vector, which all cores do and which takes no longer than the reading.
+    NumPy's library multiplies it with a vector, with all cores and no slower than a program that only reads; several
+    times in a row, since the first wakes the cores.
     """
-    matrix, vector = jnp.ones((BYTES // 4 // COLUMNS, COLUMNS), jnp.float32), jnp.ones((COLUMNS,), jnp.float32)
-    product = jax.jit(jnp.matmul)
-    return lambda: timed(lambda: product(matrix, vector))
+    matrix = np.ones((BYTES // 4 // COLUMNS, COLUMNS), np.float32)
+    vector = np.ones(COLUMNS, np.float32)
+    return lambda: timed(lambda: [matrix @ vector for _ in range(READS)]) / READS
 
 
-def bare_forward(
-    model: Model, *, rows: int, tree_rows: int, prefix: int, capacity: int, last_only: bool = False
-) -> Call:
-    """Seconds of one forward of ``rows`` rows, the last of ``tree_rows`` uncommitted ones, and nothing else.
+class Pass(NamedTuple):
+    """One forward and nothing else, in steps that each wait for the one before."""
 
-    ``last_only`` asks for the logits of the last row alone.
-    """
-    lengths = jnp.full((1,), prefix, jnp.int32)
-    tree_mask = jnp.ones((1, rows, tree_rows), bool)
-    cache = model.init_cache(1, capacity)
-    earlier = lambda buffers: tuple(buffer[:, :, : tree_rows - rows] for buffer in buffers)
-    cache = dataclasses.replace(cache, k_tree=earlier(cache.k), v_tree=earlier(cache.v), lengths=lengths)
-    wanted = jnp.full((1, 1), rows - 1, jnp.int32) if last_only else None
+    step: Callable[[PyTree, KVCache, jax.Array], jax.Array]  # params, cache, token [] -> the same token
+    params: PyTree
+    cache: KVCache
 
-    @jax.jit
-    def loop(params, cache):
-        # Each waits for the one before, and nothing but the cache is known beforehand: no pass is cheaper than a first.
-        def body(_, token):
+    @classmethod
+    def of(
+        cls, model: Model, *, rows: int, tree_rows: int, prefix: int, capacity: int, last_only: bool = False
+    ) -> "Pass":
+        """A forward of ``rows`` rows, the last of ``tree_rows`` uncommitted ones, for their logits or the last's."""
+        lengths = jnp.full((1,), prefix, jnp.int32)
+        tree_mask = jnp.ones((1, rows, tree_rows), bool)
+        cache = model.init_cache(1, capacity)
+        earlier = lambda buffers: tuple(buffer[:, :, : tree_rows - rows] for buffer in buffers)
+        cache = dataclasses.replace(cache, k_tree=earlier(cache.k), v_tree=earlier(cache.v), lengths=lengths)
+        wanted = jnp.full((1, 1), rows - 1, jnp.int32) if last_only else None
+
+        def step(params: PyTree, cache: KVCache, token: jax.Array) -> jax.Array:
+            # Nothing but the cache is known beforehand: no pass is cheaper than a first.
             tokens, prefixes = jnp.full((1, rows), token), lengths + token - 1
             mask = TreeMask(prefixes, tree_mask)
             positions = jnp.broadcast_to(prefixes[:, None], (1, rows))
             logits = model.forward(params, tokens, positions, mask, cache, rows=wanted).logits
             return token + (logits[0, 0, 0] * 0).astype(jnp.int32)
 
+        return cls(step, model.params, cache)
+
+
+def in_loop(passes: Iterable[Pass]) -> Call:
+    """Seconds of these one after the other, in a loop inside one executable."""
+    steps, *arguments = zip(*passes)
+
+    @jax.jit
+    def loop(params, caches):
+        def body(_, token):
+            for step, own, cache in zip(steps, params, caches):
+                token = step(own, cache, token)
+            return token
+
         return lax.fori_loop(0, PASSES, body, jnp.int32(1))
 
-    return lambda: timed(lambda: loop(model.params, cache)) / PASSES
+    return lambda: timed(lambda: loop(*arguments)) / PASSES
 
 
-def bare_forwards(target: Model, draft: Model, topology: Topology, *, prefix: int, capacity: int) -> dict[str, Call]:
-    """The forwards that a round of one SSM's tree cannot do without."""
+def bare_forwards(target: Model, draft: Model, topology: Topology, *, prefix: int, capacity: int) -> dict[str, Pass]:
+    """The forwards that a round of one SSM's tree cannot do without, in their order."""
     shape = topology.shape
-    forward = functools.partial(bare_forward, prefix=prefix, capacity=capacity)
-    calls = {"target": forward(target, rows=shape.num_nodes, tree_rows=shape.num_nodes)}
+    forward = functools.partial(Pass.of, prefix=prefix, capacity=capacity)
+    passes = {}
     if shape.depth:
         # The draft is fed what the last round emitted (up to depth + 1 tokens), then every level that has children.
         emitted = shape.depth + 1
-        calls["draft, emitted tokens"] = forward(draft, rows=emitted, tree_rows=emitted, last_only=True)
+        passes["draft, emitted tokens"] = forward(draft, rows=emitted, tree_rows=emitted, last_only=True)
     fed = 0
     for level, width in enumerate(shape.widths[1:], 1):
         fed += width
-        calls[f"draft, level {level}"] = forward(draft, rows=width, tree_rows=fed)
-    return calls
+        passes[f"draft, level {level}"] = forward(draft, rows=width, tree_rows=fed)
+    passes["target"] = forward(target, rows=shape.num_nodes, tree_rows=shape.num_nodes)
+    return passes
 
 
 def stages(plan: Plan, draft: Model, topology: Topology, recording: Recording) -> dict[str, Call]:
