@@ -34,9 +34,9 @@ from specjax.types import Model
 NEW_TOKENS = 48
 ROWS = (*range(1, 9), 10, 12, 16, 20, 24, 32, 64)
 BOUNDS = search.Bounds(max_nodes=24, max_depth=8, most_draws=4, screen=1000)
-HOT = dict(warp=sj.Warp(1.0))
+HOT: dict[str, Any] = dict(warp=sj.Warp(1.0))
 SAMPLED = (
-    ("naive", "shared_gumbel"),
+    ("naive_sampling", "shared_gumbel"),
     ("multi_step", "iid"),
     ("traversal", "iid"),
     ("without_replacement", "without_replacement"),
@@ -91,7 +91,7 @@ class SampledTraces(NamedTuple):
     @classmethod
     def of(cls, target: Model, draft: Model, prompts: Sequence[list[int]]) -> "SampledTraces":
         """Record them."""
-        options = dict(HOT, max_new_tokens=NEW_TOKENS, seeds=0)
+        options: dict[str, Any] = dict(HOT, max_new_tokens=NEW_TOKENS, seeds=0)
         rates = {
             mode: rate_trace(
                 target, draft, prompts, verifier=rule, draft_mode=mode, most_draws=BOUNDS.most_draws, **options
@@ -146,8 +146,7 @@ class Pair:
             models = [self.drafts[draft] for draft in candidate.drafts]
             drafter = make_drafter(models, candidate.tree if models else None, mode)  # once: an ensemble stacks
             plans = self.plans(drafts=[drafter] if models else [], **options)
-            about = candidate.name if mode == "top_k" else f"{candidate.name}, {mode}"
-            return Method(name, about, plans, candidate.tokens_per_step, choice.milliseconds, candidate.tree)
+            return Method(name, candidate.name, plans, candidate.tokens_per_step, choice.milliseconds, candidate.tree)
 
         def best(choices: list[search.Choice], drafts: tuple[int, ...], least: int, most: int) -> search.Choice:
             """Of those with these drafts whose nodes have at least and at most so many children somewhere."""
@@ -174,11 +173,11 @@ class Pair:
         return [
             *greedy,
             Method("incremental at 1", "incremental", self.plans(**HOT)),
-            method("naive at 1", shared, "shared_gumbel", verifier="naive", **HOT),
+            method("naive_sampling at 1", shared, "shared_gumbel", verifier="naive_sampling", **HOT),
             *(
                 Method(
                     f"{verifier} at 1",
-                    f"optimal({trees[mode].shape.num_nodes}), {mode}",
+                    f"optimal({trees[mode].shape.num_nodes})",
                     self.plans(**HOT, drafts=self.drafts[:1], tree=trees[mode], verifier=verifier, draft_mode=mode),
                 )
                 for verifier, mode in SAMPLED

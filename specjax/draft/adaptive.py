@@ -16,7 +16,7 @@ from specjax.types import Drafter, Emission, PyTree, RoundKeys
 
 MEMORY = 0.99  # of a round's weight that each later one leaves it
 # Accepted tokens that the expectation is worth. Rounds differ more than texts do: with five times less, a bad start
-# ended drafting for good where it paid, and cost a tenth of the speed over replayed texts; this cost 2%.
+# ended drafting for good where it paid (docs/tuning.md).
 PRIOR = 20.0
 
 
