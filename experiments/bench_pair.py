@@ -123,7 +123,9 @@ class Pair:
         self.name, self.trace, self.sampled, self.prompts = name, trace, sampled, prompts
         self.target, *self.drafts = map(sj.load_model, directories)
         self.weights = [sum(leaf.nbytes for leaf in jax.tree.leaves(m.params)) for m in (self.target, self.drafts[0])]
-        self.curves = [measure_latency(model, rows=ROWS, contexts=(256,)) for model in (self.target, self.drafts[0])]
+        self.curves = [
+            measure_latency(model, rows=ROWS, contexts=(256,), repeats=7) for model in (self.target, self.drafts[0])
+        ]
         self.methods = {method.name: method for method in self._choose()}
 
     def plans(self, **options: Any) -> list[Plan]:
