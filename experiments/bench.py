@@ -143,7 +143,7 @@ def curve_table(found: Measured) -> Table:
     """One forward of 1 to 64 rows."""
     table = _table(f"{found.pair.name} pair, ms of one forward behind 128 tokens, by rows", "model", *map(str, ROWS))
     for name, curve in zip(("target", "draft"), found.pair.curves):
-        table.add_row(name, *(f"{1e3 * second:.3g}" for second in curve.seconds[0, :, 0]))
+        table.add_row(name, *(f"{1e3 * second:.2f}" for second in curve.seconds[0, :, 0]))
     return table
 
 

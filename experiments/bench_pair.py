@@ -32,7 +32,7 @@ from specjax.tree import Topology
 from specjax.types import Model
 
 NEW_TOKENS = 48
-ROWS = (*range(1, 9), 10, 12, 16, 20, 24, 32, 64)
+ROWS = (*range(1, 10), 12, 16, 24, 32, 64)  # a product takes them in eights and fours, so costs rise in steps
 BOUNDS = search.Bounds(max_nodes=24, max_depth=8, most_draws=4, screen=1000)
 HOT: dict[str, Any] = dict(warp=sj.Warp(1.0))
 SAMPLED = (
