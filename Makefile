@@ -12,7 +12,7 @@ RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INSTALLED := $(VENV)/.installed-$(EXTRAS)
 
-# Weights in huge pages: a forward on a CPU takes down to half the time (docs/performance.md). Linux's C library alone
+# Weights in huge pages: a forward on a CPU takes as little as half the time (docs/performance.md). Linux's C library alone
 # reads it, when a process starts, and another that is set already wins.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 

@@ -201,7 +201,7 @@ class Pair:
         caches = sum(leaf.nbytes for part in (state.cache, state.drafter) for leaf in jax.tree.leaves(part))
         arrays = sum(self.weights) + live_bytes() - before
         found = decode.run_decode.lower(plan.spec, plan.params, state).compile().memory_analysis()
-        temporary = 0 if found is None else found.temp_size_in_bytes
+        temporary = float("nan") if found is None else found.temp_size_in_bytes  # which meets no bar
         sizes = []
         for _ in range(ROUNDS + 2):  # the first ones settle; rounds behind the text's end do the same work
             state, _ = decode.run_round(plan.spec, plan.params, state)

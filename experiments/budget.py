@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", default=ZOO / "target", help="directory of the target, such as an inflated one")
     parser.add_argument("--draft", default=ZOO / "ssm_a", help="directory of the draft model")
     options = parser.parse_args(arguments)
+    if options.repeats < 1 or len(set(options.nodes)) < 2:
+        parser.error(f"expected at least one repeat and two sizes; got {options.repeats} and {options.nodes}")
     screen = command.screen()
     target, draft = sj.load_model(options.target), sj.load_model(options.draft)
     tokenizer = sj.load_tokenizer(options.target)

@@ -53,8 +53,9 @@ def adaptive(
 
     A batch of B slots takes a round as long as ``seconds`` says for B, finished rows or not, so large trees pay in
     small batches. What a row still running gains is expected[i] - 1 times how its accepted tokens compare with what was
-    expected of the sizes it used, so trees shrink where drafts fail; the record fades, so they are tried again. All
-    sizes are compiled at once, and one runs: fewer nodes in one static size would cost the same.
+    expected of the sizes it used, so trees shrink where drafts go on failing (the expectation is worth twenty accepted
+    tokens); the record fades, so they are tried again. All sizes are compiled at once, and one runs: fewer nodes in one
+    static size would cost the same.
 
     Args:
       drafters: of ascending size, equal but for their topology, such as ``ssm(model, topology, law)``; the first may be
@@ -77,7 +78,8 @@ def adaptive(
         raise ValueError("the sizes must be of one model and proposal law, and none of them adaptive")
     if first.reads_hidden is not None:
         raise ValueError("the sizes are told of several rounds at once, so they cannot read the target's hidden states")
-    gains, costs = np.asarray(expected, float), np.atleast_2d(np.asarray(seconds, float))
+    with np.errstate(over="ignore"):  # what float32 cannot hold is refused below
+        gains, costs = np.asarray(expected, np.float32), np.atleast_2d(np.asarray(seconds, np.float32))
     if gains.shape != (len(drafters),) or costs.shape != (len(batches), len(drafters)):
         raise ValueError(
             f"expected {len(drafters)} numbers of tokens, and {len(batches)} rows of as many seconds; got shapes "
@@ -85,6 +87,9 @@ def adaptive(
         )
     if not (np.all((gains >= 1) & np.isfinite(gains)) and np.all((costs > 0) & np.isfinite(costs))):
         raise ValueError("tokens per step are at least 1, and seconds above 0; both are finite")
+    most = np.array([drafter.max_depth + 1 for drafter in drafters], np.float32)
+    if np.any(gains > most):
+        raise ValueError(f"a step emits at most a tree's depth and one; expected {gains} tokens with at most {most}")
     if not len(batches) or not batches[0] >= 1 or not np.all(np.diff(batches) > 0):
         raise ValueError(f"batches ascend from at least 1, and there is one or more; got {tuple(batches)}")
     depth = max(drafter.max_depth for drafter in drafters)
@@ -98,7 +103,7 @@ def adaptive(
         params=AdaptiveParams(
             tuple(member.params for member in drafting),
             jnp.asarray(gains, jnp.float32),
-            jnp.asarray([drafter.max_depth + 1 for drafter in drafters], jnp.float32),
+            jnp.asarray(most),
             jnp.asarray(batches, jnp.float32),
             jnp.asarray(costs, jnp.float32),
         ),

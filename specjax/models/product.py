@@ -1,5 +1,7 @@
 """The product of activations with a weight matrix, written so that XLA's CPU backend multiplies finished matrices."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -13,8 +15,9 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     Multiplied in the weight's dtype, summed in float32, returned in the dtype of x. So bfloat16 weights under float32
     activations are mixed-precision training, and one dtype for both is plain.
     """
-    rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
-    return _multiply(rows, weight).reshape(*x.shape[:-1], -1).astype(x.dtype)
+    *leading, inputs = x.shape
+    rows = x.reshape(math.prod(leading), inputs).astype(weight.dtype)  # of which there may be none
+    return _multiply(rows, weight).reshape(*leading, weight.shape[0]).astype(x.dtype)
 
 
 @jax.jit  # so that the choice is lowered once for a shape, not once for a layer

@@ -184,6 +184,17 @@ def test_gradient_of_the_product_is_that_of_a_matrix_product():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, derived)
 
 
+@pytest.mark.parametrize("leading", [(), (0,), (1,), (7,), (3, 0), (2, 3)], ids=str)
+def test_product_is_a_matrix_products(leading):
+    """Any number of rows, none too; alone and mapped over stacked weights."""
+    rng = np.random.default_rng(0)
+    x, weights = rng.normal(size=(2, *leading, 6)), rng.normal(size=(2, 5, 6))
+    x, weights = jnp.asarray(x, jnp.float32), jnp.asarray(weights, jnp.float32)
+    expected = np.einsum("s...i,soi->s...o", x, weights)
+    np.testing.assert_allclose(jax.jit(product)(x[1], weights[1]), expected[1], atol=1e-5)
+    np.testing.assert_allclose(jax.vmap(product)(x, weights), expected, atol=1e-5)
+
+
 def test_product_of_mixed_dtypes_keeps_the_activations_dtype():
     x, weight = jnp.ones((3, 4)), jnp.full((5, 4), 1 + 2**-7, jnp.bfloat16)
     out, pull = jax.vjp(product, x, weight)
