@@ -12,8 +12,8 @@ RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INSTALLED := $(VENV)/.installed-$(EXTRAS)
 
-# Weights in huge pages: a forward on a CPU takes as little as half the time (docs/performance.md). Linux's C library alone
-# reads it, when a process starts, and another that is set already wins.
+# Weights in huge pages: a forward on a CPU takes about half the time (docs/performance.md). Only Linux's C library reads
+# it, when a process starts; a value that is set already stays, whatever it says.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 # The compilers of both accelerators live here; in $(VENV) jax would try to start them.

@@ -91,16 +91,6 @@ def minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
     return [a - b for a, b in zip(left, right)]
 
 
-def baseline(name: str) -> str:
-    """Which method a method is compared with."""
-    return "incremental at 1" if name.endswith(" at 1") else "incremental"
-
-
-def has_own_text(name: str) -> bool:
-    """Whether a method may emit another text than its baseline: a sample of its own."""
-    return name.endswith(" at 1") and not name.startswith("naive_sampling")
-
-
 def methods_table(found: Measured) -> tuple[Table, dict[str, Any]]:
     """Methods end to end."""
     table = _table(
@@ -110,9 +100,9 @@ def methods_table(found: Measured) -> tuple[Table, dict[str, Any]]:
     record = {}
     for name, method in found.pair.methods.items():
         texts, emitted, rounds = method.outcome
-        times = over(found.token(baseline(name)), found.token(name))
+        times = over(found.token(method.baseline), found.token(name))
         predicted = "" if method.milliseconds is None else f"{found.pair.predicted(name):.2f}"
-        same = texts == found.pair.methods[baseline(name)].outcome[0]
+        same = texts == found.pair.methods[method.baseline].outcome[0]
         token = Spread.of([1e3 * second for second in found.token(name)])
         record[name] = dict(
             tree=method.about,
@@ -123,7 +113,7 @@ def methods_table(found: Measured) -> tuple[Table, dict[str, Any]]:
             same_text=same,
         )
         row = (name, method.about, f"{emitted / rounds:.2f}", token.text(), times.text(), predicted)
-        table.add_row(*row, "same" if same else "own sample" if has_own_text(name) else "DIFFERS")
+        table.add_row(*row, "same" if same else "own sample" if method.own_sample else "DIFFERS")
     return table, record
 
 
@@ -161,11 +151,7 @@ def bars(zoo: Measured, inflated: Measured, record: dict[str, Any]) -> list[Bar]
     hot = [over(inflated.token("incremental at 1"), inflated.token(f"{name} at 1")).median for name, _ in SAMPLED]
     found = [
         Bar("inflated, incremental: bandwidth of its weights over the machine's", read, least=0.75),
-        Bar(
-            "inflated: round / bare forwards",
-            over(inflated.round("tree"), bare).median,
-            most=1.05,
-        ),
+        Bar("inflated: round / bare forwards", over(inflated.round("tree"), bare).median, most=1.05),
         Bar(
             "inflated: drafting, verification and commit / target's forward",
             over(inflated.part("stage"), target).median,
@@ -183,9 +169,9 @@ def bars(zoo: Measured, inflated: Measured, record: dict[str, Any]) -> list[Bar]
         found.append(Bar(f"{name}: MB that decoding grows by", memory["growth_mb"], most=0))
         found.append(Bar(f"{name}: compilations after warm-up", record[name]["compilations"], most=0))
         different = sum(
-            method.outcome[0] != measured.pair.methods[baseline(name)].outcome[0]
-            for name, method in measured.pair.methods.items()
-            if not has_own_text(name)
+            method.outcome[0] != measured.pair.methods[method.baseline].outcome[0]
+            for method in measured.pair.methods.values()
+            if not method.own_sample
         )
         found.append(Bar(f"{name}: greedy and naive methods with another text than incremental", different, most=0))
     return found

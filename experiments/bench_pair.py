@@ -64,6 +64,8 @@ class Method:
     tokens_per_step: float | None = None  # replayed, of the prompts that were traced
     milliseconds: float | None = None  # a token, predicted
     tree: Topology | None = None
+    baseline: str = "incremental"  # the method it is compared with
+    own_sample: bool = False  # whether its text may be another than its baseline's
 
     def seconds(self) -> float:
         """Of decoding all prompts, prefill left out."""
@@ -143,12 +145,15 @@ class Pair:
         def ranked(trace: RankTrace) -> list[search.Choice]:
             return search.rank(trace, BOUNDS, cost, 1, 256, finished_rows_wait=True)
 
-        def method(name: str, choice: search.Choice, mode: str = "top_k", **options: Any) -> Method:
+        def method(
+            name: str, choice: search.Choice, mode: str = "top_k", baseline: str = "incremental", **options: Any
+        ) -> Method:
             candidate = choice.candidate
             models = [self.drafts[draft] for draft in candidate.drafts]
             drafter = make_drafter(models, candidate.tree if models else None, mode)  # once: an ensemble stacks
             plans = self.plans(drafts=[drafter] if models else [], **options)
-            return Method(name, candidate.name, plans, candidate.tokens_per_step, choice.milliseconds, candidate.tree)
+            expected = candidate.tokens_per_step, choice.milliseconds
+            return Method(name, candidate.name, plans, *expected, candidate.tree, baseline)
 
         def best(choices: list[search.Choice], drafts: tuple[int, ...], least: int, most: int) -> search.Choice:
             """Of those with these drafts whose nodes have at least and at most so many children somewhere."""
@@ -164,28 +169,26 @@ class Pair:
             method("ensemble", best(choices, tuple(range(len(self.drafts))), 1, many)),
             Method("lookup", "one branch of 8", self.plans(drafts=[lookup])),
         ]
-        if self.sampled is None:
+        traces = self.sampled
+        if traces is None:
             return greedy
         seconds = lambda tree: cost(tree.shape, (0,), batch=1, context=256)
         trees = {}
-        for mode, trace in self.sampled.rates.items():
+        for mode, trace in traces.rates.items():
             rates = calibrate(trace, depth=BOUNDS.max_depth, most_draws=BOUNDS.most_draws).rates
             trees[mode], _ = best_size(optimal_trees(rates, BOUNDS.max_nodes), seconds)
-        shared = best(ranked(self.sampled.ranks), (0,), 1, many)
-        return [
-            *greedy,
-            Method("incremental at 1", "incremental", self.plans(**HOT)),
-            method("naive_sampling at 1", shared, "shared_gumbel", verifier="naive_sampling", **HOT),
-            *(
-                Method(
-                    f"{verifier} at 1",
-                    f"optimal({trees[mode].shape.num_nodes})",
-                    self.plans(**HOT, drafts=self.drafts[:1], tree=trees[mode], verifier=verifier, draft_mode=mode),
-                )
-                for verifier, mode in SAMPLED
-                if mode in trees
-            ),
-        ]
+        base = Method("incremental at 1", "incremental", self.plans(**HOT), baseline="incremental at 1")
+
+        def sampled(verifier: str, mode: str) -> Method:
+            name, options = f"{verifier} at 1", dict(HOT, verifier=verifier)
+            if mode not in trees:  # replayed, since its text is the baseline's
+                choice = best(ranked(traces.ranks), (0,), 1, many)
+                return method(name, choice, mode, base.name, **options)
+            plans = self.plans(drafts=self.drafts[:1], tree=trees[mode], draft_mode=mode, **options)
+            about = f"optimal({trees[mode].shape.num_nodes})"
+            return Method(name, about, plans, tree=trees[mode], baseline=base.name, own_sample=True)
+
+        return [*greedy, base, *(sampled(verifier, mode) for verifier, mode in SAMPLED)]
 
     def predicted(self, name: str) -> float:
         """How many times as fast as incremental decoding a method is by the curves and the replay."""
@@ -219,15 +222,15 @@ class Pair:
         plan, tree = self.methods["tree"].plans[0], self.methods["tree"].tree
         assert tree is not None
         capacity = plan.inputs[0].shape[1]
-        bare = functools.partial(
-            bare_forwards, self.target, self.drafts[0], prefix=len(self.prompts[0]) + NEW_TOKENS // 2, capacity=capacity
-        )
+        prefix = len(self.prompts[0]) + NEW_TOKENS // 2
+        bare = functools.partial(bare_forwards, self.target, self.drafts[0], prefix=prefix, capacity=capacity)
+        passes, incremental = bare(tree), bare(Topology.chain(0))
         (recording,) = record(plan, 1)
         return {
             **{("method", name): method.seconds for name, method in self.methods.items()},
-            **{("bare", name): in_loop([each]) for name, each in bare(tree).items()},
-            ("round", "bare"): in_loop(bare(tree).values()),
-            ("round", "bare incremental"): in_loop(bare(Topology.chain(0)).values()),
+            **{("bare", name): in_loop([each]) for name, each in passes.items()},
+            ("round", "bare"): in_loop(passes.values()),
+            ("round", "bare incremental"): in_loop(incremental.values()),
             **{("stage", name): call for name, call in stages(plan, self.drafts[0], tree, recording).items()},
             ("prefill", "prefill"): lambda: timed(self.methods["incremental"].plans[0].start),
         }

@@ -28,7 +28,7 @@ type Call = Callable[[], float]
 
 
 def bandwidth() -> Call:
-    """Seconds of reading a float32 matrix of ``BYTES``, far beyond any cache, once.
+    """Seconds of reading a float32 matrix of ``BYTES``, far beyond a core's caches, once.
 
     NumPy's library multiplies it with a vector, with all cores and no slower than a program that only reads; several
     times in a row, since the first wakes the cores.

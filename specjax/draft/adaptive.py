@@ -102,10 +102,10 @@ def adaptive(
         commit=commit,
         params=AdaptiveParams(
             tuple(member.params for member in drafting),
-            jnp.asarray(gains, jnp.float32),
+            jnp.asarray(gains),
             jnp.asarray(most),
             jnp.asarray(batches, jnp.float32),
-            jnp.asarray(costs, jnp.float32),
+            jnp.asarray(costs),
         ),
         max_depth=depth,
         sizes=sizes,
