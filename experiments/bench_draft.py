@@ -23,7 +23,15 @@ def draft_rounds(drafter: Drafter, prompt: Sequence[int]) -> Callable[[], float]
     length, width = len(prompt), drafter.max_depth + 1
     tokens = np.zeros((1, -(-(length + 2 * ROUNDS) // CHUNK) * CHUNK), np.int32)
     tokens[0, :length] = prompt
-    state = jax.jit(drafter.init)(drafter.params, tokens, jnp.array([length]), None)
+    nothing = jnp.zeros((1, width), jnp.int32)
+
+    @jax.jit
+    def start(params):
+        # Emissions are as wide as the whole tree is deep, which a member of an ensemble learns from the first.
+        state = drafter.init(params, tokens, jnp.array([length]), None)
+        return drafter.commit(params, state, Emission(nothing, jnp.zeros(1, jnp.int32), nothing), None)
+
+    state = start(drafter.params)
     streams, warp = Streams.from_seeds(jnp.zeros(1, jnp.uint32)), stack_warps([sj.Warp(1.0)])
 
     @jax.jit
@@ -38,9 +46,9 @@ def draft_rounds(drafter: Drafter, prompt: Sequence[int]) -> Callable[[], float]
             tree, state = draft(index, *carry[:2])
             return state, carry[1].at[:, :2].set(tree.tokens[:, 1:3]), tree  # all of which is wanted, as by a verifier
 
-        start = state, jnp.ones((1, width), jnp.int32)
-        tree = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(draft, 0, *start)[0])
-        return lax.fori_loop(0, ROUNDS, body, (*start, tree))[2]
+        first = state, jnp.ones((1, width), jnp.int32)
+        tree = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(draft, 0, *first)[0])
+        return lax.fori_loop(0, ROUNDS, body, (*first, tree))[2]
 
     return lambda: timed(lambda: loop(drafter.params, state)) / ROUNDS
 

@@ -27,8 +27,7 @@ from specjax.replay import (
     rank_trace,
     rate_trace,
 )
-from specjax.request import Plan, make_drafter, prepare
-from specjax.tree import Topology
+from specjax.request import Plan, prepare
 from specjax.types import Model
 
 NEW_TOKENS = 48
@@ -56,16 +55,20 @@ def live_bytes() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to decode some prompts: how, a plan for each prompt, and what the tuner expects."""
+    """A way to decode some prompts, and a plan for each of them."""
 
     name: str
     about: str
     plans: list[Plan]
-    tokens_per_step: float | None = None  # replayed, of the prompts that were traced
-    milliseconds: float | None = None  # a token, predicted
-    tree: Topology | None = None
+    tuned: search.Choice | None = None  # where the tuner chose it, with what it expects
     baseline: str = "incremental"  # the method it is compared with
     own_sample: bool = False  # whether its text may be another than its baseline's
+
+    @property
+    def choice(self) -> search.Choice:
+        """The tuner's, which chose it."""
+        assert self.tuned is not None, self.name
+        return self.tuned
 
     def seconds(self) -> float:
         """Of decoding all prompts, prefill left out."""
@@ -145,29 +148,29 @@ class Pair:
         def ranked(trace: RankTrace) -> list[search.Choice]:
             return search.rank(trace, BOUNDS, cost, 1, 256, finished_rows_wait=True)
 
-        def method(
-            name: str, choice: search.Choice, mode: str = "top_k", baseline: str = "incremental", **options: Any
+        def best(
+            name: str,
+            choices: list[search.Choice],
+            kinds: tuple[str, ...],
+            drafts: tuple[int, ...],
+            mode: str = "top_k",
+            baseline: str = "incremental",
+            **options: Any,
         ) -> Method:
-            candidate = choice.candidate
-            models = [self.drafts[draft] for draft in candidate.drafts]
-            drafter = make_drafter(models, candidate.tree if models else None, mode)  # once: an ensemble stacks
-            plans = self.plans(drafts=[drafter] if models else [], **options)
-            expected = candidate.tokens_per_step, choice.milliseconds
-            return Method(name, candidate.name, plans, *expected, candidate.tree, baseline)
+            """The first of these kinds that takes these drafts."""
+            fits = lambda candidate: candidate.kind in kinds and candidate.drafts == drafts
+            choice = next(choice for choice in choices if fits(choice.candidate))
+            drafters = choice.candidate.drafters(self.target, self.drafts, mode)  # once: an ensemble stacks
+            return Method(name, choice.candidate.name, self.plans(drafts=drafters, **options), choice, baseline)
 
-        def best(choices: list[search.Choice], drafts: tuple[int, ...], least: int, most: int) -> search.Choice:
-            """Of those with these drafts whose nodes have at least and at most so many children somewhere."""
-            fits = lambda it: it.drafts == drafts and least <= it.tree.shape.num_draws <= most
-            return next(choice for choice in choices if fits(choice.candidate))
-
-        choices, many = ranked(self.trace), BOUNDS.max_nodes
-        lookup = sj.draft.prompt_lookup(self.target.vocab_size, branches=1, length=8)
+        choices, everyone = ranked(self.trace), tuple(range(len(self.drafts)))
         greedy = [
-            method("incremental", best(choices, (), 0, 0)),
-            method("chain", best(choices, (0,), 1, 1)),
-            method("tree", best(choices, (0,), 2, many)),
-            method("ensemble", best(choices, tuple(range(len(self.drafts))), 1, many)),
-            Method("lookup", "one branch of 8", self.plans(drafts=[lookup])),
+            best("incremental", choices, ("incremental",), ()),
+            best("chain", choices, ("chain",), (0,)),
+            best("tree", choices, ("schedule", "tree"), (0,)),
+            best("tree with copies", choices, ("copies",), (0,)),
+            best("ensemble", choices, ("chain", "schedule"), everyone),
+            best("lookup", choices, ("copies",), ()),
         ]
         traces = self.sampled
         if traces is None:
@@ -182,23 +185,27 @@ class Pair:
         def sampled(verifier: str, mode: str) -> Method:
             name, options = f"{verifier} at 1", dict(HOT, verifier=verifier)
             if mode not in trees:  # replayed, since its text is the baseline's
-                choice = best(ranked(traces.ranks), (0,), 1, many)
-                return method(name, choice, mode, base.name, **options)
+                kinds = ("chain", "schedule", "tree", "copies")
+                return best(name, ranked(traces.ranks), kinds, (0,), mode, base.name, **options)
             plans = self.plans(drafts=self.drafts[:1], tree=trees[mode], draft_mode=mode, **options)
             about = f"optimal({trees[mode].shape.num_nodes})"
-            return Method(name, about, plans, tree=trees[mode], baseline=base.name, own_sample=True)
+            return Method(name, about, plans, baseline=base.name, own_sample=True)
 
         return [*greedy, base, *(sampled(verifier, mode) for verifier, mode in SAMPLED)]
 
-    def predicted(self, name: str) -> float:
-        """How many times as fast as incremental decoding a method is by the curves and the replay."""
-        base, own = self.methods["incremental"].milliseconds, self.methods[name].milliseconds
-        assert base is not None and own is not None, name
-        return base / own
+    @property
+    def best_tree(self) -> Method:
+        """Of the trees of one SSM, alone or with copies, the one that the tuner likes best."""
+        return min((self.methods[name] for name in ("tree", "tree with copies")), key=lambda it: it.choice.milliseconds)
+
+    def predicted(self, name: str) -> float | None:
+        """How many times as fast as incremental decoding the tuner takes a method to be, if it chose it."""
+        base, own = self.methods["incremental"].choice, self.methods[name].tuned
+        return None if own is None else base.milliseconds / own.milliseconds
 
     def memory(self) -> dict[str, float]:
-        """Of decoding with the tree: arrays and the executable's temporaries, over weights and caches; and growth."""
-        plan = self.methods["tree"].plans[0]
+        """Of decoding with the best tree: arrays and the executable's temporaries, over weights and caches; growth."""
+        plan = self.best_tree.plans[0]
         before = live_bytes()
         state = plan.start()
         caches = sum(leaf.nbytes for part in (state.cache, state.drafter) for leaf in jax.tree.leaves(part))
@@ -219,18 +226,17 @@ class Pair:
 
     def calls(self) -> dict[tuple[str, str], Callable[[], float]]:
         """What is timed, by what it is a part of and its name."""
-        plan, tree = self.methods["tree"].plans[0], self.methods["tree"].tree
-        assert tree is not None
+        plan, tree = self.best_tree.plans[0], self.best_tree.choice.candidate
         capacity = plan.inputs[0].shape[1]
         prefix = len(self.prompts[0]) + NEW_TOKENS // 2
         bare = functools.partial(bare_forwards, self.target, self.drafts[0], prefix=prefix, capacity=capacity)
-        passes, incremental = bare(tree), bare(Topology.chain(0))
-        (recording,) = record(plan, 1)
+        passes, incremental = bare(tree), bare(self.methods["incremental"].choice.candidate)
+        (recording,), (drafter,) = record(plan, 1), tree.drafters(self.target, self.drafts)
         return {
             **{("method", name): method.seconds for name, method in self.methods.items()},
             **{("bare", name): in_loop([each]) for name, each in passes.items()},
             ("round", "bare"): in_loop(passes.values()),
             ("round", "bare incremental"): in_loop(incremental.values()),
-            **{("stage", name): call for name, call in stages(plan, self.drafts[0], tree, recording).items()},
+            **{("stage", name): call for name, call in stages(plan, drafter, tree.nodes + 1, recording).items()},
             ("prefill", "prefill"): lambda: timed(self.methods["incremental"].plans[0].start),
         }

@@ -12,12 +12,11 @@ from jax import lax
 
 from experiments.bench_draft import draft_rounds
 from experiments.recorded import Recording
+from experiments.search import Candidate
 from experiments.timing import timed
 from specjax.cache import KVCache
-from specjax.draft import ssm
 from specjax.request import Plan
-from specjax.tree import Topology
-from specjax.types import Model, PyTree, TreeMask
+from specjax.types import Drafter, Model, PyTree, TreeMask
 
 PASSES = 16
 COLUMNS = 4096
@@ -84,30 +83,30 @@ def in_loop(passes: Iterable[Pass]) -> Call:
     return lambda: timed(lambda: loop(*arguments)) / PASSES
 
 
-def bare_forwards(target: Model, draft: Model, topology: Topology, *, prefix: int, capacity: int) -> dict[str, Pass]:
-    """The forwards that a round of one SSM's tree cannot do without, in their order."""
-    shape = topology.shape
+def bare_forwards(target: Model, draft: Model, method: Candidate, *, prefix: int, capacity: int) -> dict[str, Pass]:
+    """The forwards that a round of a method of at most one SSM cannot do without, in their order."""
+    shape, nodes = method.tree.shape, method.nodes + 1
     forward = functools.partial(Pass.of, prefix=prefix, capacity=capacity)
     passes = {}
     if shape.depth:
         # The draft is fed what the last round emitted (up to depth + 1 tokens), then every level that has children.
-        emitted = shape.depth + 1
+        emitted = max(shape.depth, method.copied) + 1
         passes["draft, emitted tokens"] = forward(draft, rows=emitted, tree_rows=emitted, last_only=True)
     fed = 0
     for level, width in enumerate(shape.widths[1:], 1):
         fed += width
         passes[f"draft, level {level}"] = forward(draft, rows=width, tree_rows=fed)
-    passes["target"] = forward(target, rows=shape.num_nodes, tree_rows=shape.num_nodes)
+    passes["target"] = forward(target, rows=nodes, tree_rows=nodes)
     return passes
 
 
-def stages(plan: Plan, draft: Model, topology: Topology, recording: Recording) -> dict[str, Call]:
-    """Drafting, verification and commit of a round at batch 1, each on its own."""
+def stages(plan: Plan, drafter: Drafter, nodes: int, recording: Recording) -> dict[str, Call]:
+    """Drafting, verification and commit of a round of a tree of so many nodes at batch 1, each on its own."""
     spec, length = plan.spec, recording.keys.positions
     capacity = plan.inputs[0].shape[1]
     empty = spec.init_cache(1, capacity)
-    fed = dataclasses.replace(spec.init_cache(1, topology.shape.num_nodes), lengths=length)
-    path = jnp.arange(topology.shape.depth + 1, dtype=jnp.int32)[None]
+    fed = dataclasses.replace(spec.init_cache(1, nodes), lengths=length)
+    path = jnp.arange(drafter.max_depth + 1, dtype=jnp.int32)[None]
 
     @jax.jit
     def verify(keys, tree, logits, warp):
@@ -129,7 +128,7 @@ def stages(plan: Plan, draft: Model, topology: Topology, recording: Recording) -
 
     prompt = plan.inputs[0][0, : int(plan.inputs[1][0])].tolist()
     return {
-        "drafting": draft_rounds(ssm(draft, topology, "deterministic"), prompt),
+        "drafting": draft_rounds(drafter, prompt),
         "verification": lambda: timed(lambda: verify(*recording[:4])) / PASSES,
         "commit": lambda: timed(lambda: commit(empty, fed)) / PASSES,
     }

@@ -1,4 +1,4 @@
-"""The search of the tuner: every chain, schedule and optimal tree, replayed and costed."""
+"""The search of the tuner: chains, schedules, optimal trees, chains beside copies; replayed and costed."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax.replay import RankTrace, RoundCost, calibrate, optimal_trees, tokens_per_step, verify_steps
+from specjax.replay import Copies, RankTrace, RoundCost, calibrate, copy_steps, optimal_trees, verify_steps
+from specjax.request import make_drafter
 from specjax.tree import Topology, TreeShape
+from specjax.types import Drafter, Model
 
 
 def schedules(max_nodes: int, max_depth: int | None = None) -> Iterator[tuple[int, ...]]:
@@ -42,6 +44,19 @@ class Candidate(NamedTuple):
     drafts: tuple[int, ...]
     tokens_per_step: float  # replayed
     steps: np.ndarray  # [P] verify steps of each prompt, replayed
+    copied: int = 0  # nodes below the root of its union with prompt lookup, ``Copies.nodes``; 0: it is not used
+
+    @property
+    def nodes(self) -> int:
+        """That the target scores in a round, the root left out."""
+        return self.copied or len(self.drafts) * (self.tree.shape.num_nodes - 1)
+
+    def drafters(self, target: Model, models: Sequence[Model], mode: str = "top_k") -> list[Drafter]:
+        """What drafts it, to be given to ``generate``: of the drafts that were traced, those that it takes."""
+        own = make_drafter([models[draft] for draft in self.drafts], self.tree, mode) if self.drafts else None
+        if self.copied:
+            own = Copies(self.tree.shape.depth, self.copied).drafter(own, target.vocab_size)
+        return [] if own is None else [own]
 
 
 class Choice(NamedTuple):
@@ -57,25 +72,62 @@ def shape_of(schedule: Sequence[int]) -> TreeShape:
     return TreeShape(sum(widths), tuple(widths[:-1]), tuple(schedule))
 
 
-def candidates(trace: RankTrace, bounds: Bounds) -> Iterator[tuple[str, tuple[int, ...], list[Any], list[TreeShape]]]:
-    """Kind, drafts and trees to be replayed: schedules for every set of drafts, optimal trees for every draft."""
+class _Group(NamedTuple):
+    """Methods of one kind and set of drafts, to be replayed."""
+
+    kind: str
+    drafts: tuple[int, ...]
+    trees: list[Any]
+    shapes: list[TreeShape]
+    copied: list[int] | None = None
+
+    def steps(self, trace: RankTrace) -> np.ndarray:
+        """Verify steps [I, P]."""
+        own = trace.select(self.drafts) if self.drafts else trace
+        if self.copied is None:
+            return verify_steps(own, self.trees)
+        return copy_steps(own, [Copies(shape.depth, nodes) for shape, nodes in zip(self.shapes, self.copied)])
+
+
+def _groups(trace: RankTrace, bounds: Bounds) -> Iterator[_Group]:
+    """Chains and schedules for every set of drafts; optimal trees, and chains beside copies, for every draft."""
     rng = np.random.default_rng(bounds.seed)
-    yield "incremental", (), [Topology.chain(0)], [Topology.chain(0).shape]
+    lone = Topology.chain(0)
+    yield _Group("incremental", (), [lone], [lone.shape])
+    yield _copies((), [lone], bounds)
     every = list(schedules(bounds.max_nodes, bounds.max_depth))
     count = len(trace.ranks)
     for size in range(1, count + 1):
         for drafts in itertools.combinations(range(count), size):
             chains = [(1,) * depth for depth in range(1, min(bounds.max_depth, bounds.max_nodes - 1) + 1)]
-            yield "chain", drafts, chains, [shape_of(chain) for chain in chains]
+            yield _Group("chain", drafts, chains, [shape_of(chain) for chain in chains])
             wide = [schedule for schedule in every if max(schedule) > 1]
             if len(wide) > bounds.screen:
                 wide = [wide[index] for index in np.sort(rng.choice(len(wide), bounds.screen, replace=False))]
-            yield "schedule", drafts, wide, [shape_of(schedule) for schedule in wide]
+            yield _Group("schedule", drafts, wide, [shape_of(schedule) for schedule in wide])
             if size == 1:
-                rates = calibrate(trace.select(drafts), depth=bounds.max_depth, most_draws=bounds.most_draws).rates
-                optimum = optimal_trees(rates, bounds.max_nodes)
-                trees = [optimum.topology(nodes) for nodes in range(2, bounds.max_nodes + 1)]
-                yield "tree", drafts, trees, [tree.shape for tree in trees]
+                trees = _optimal(trace.select(drafts), bounds)
+                yield _Group("tree", drafts, trees, [tree.shape for tree in trees])
+                yield _copies(drafts, [Topology.from_schedule(chain) for chain in chains], bounds)
+
+
+def _optimal(trace: RankTrace, bounds: Bounds) -> list[Topology]:
+    """The best trees of every size within every depth, for a level costs a pass of the draft; chains left out."""
+    rates, found = calibrate(trace, depth=bounds.max_depth, most_draws=bounds.most_draws).rates, {}
+    for depth in range(1, bounds.max_depth + 1):
+        optimum = optimal_trees(rates[:depth], bounds.max_nodes)
+        for nodes in range(2, bounds.max_nodes + 1):
+            tree = optimum.topology(nodes)
+            if tree.shape.num_draws > 1:
+                found[tuple(np.asarray(tree.parents).tolist()), tuple(np.asarray(tree.ranks).tolist())] = tree
+    return list(found.values())
+
+
+def _copies(drafts: tuple[int, ...], chains: list[Topology], bounds: Bounds) -> _Group:
+    """Chains in every larger union with what prompt lookup copies."""
+    pairs = [(chain, nodes) for chain in chains for nodes in range(chain.shape.depth + 1, bounds.max_nodes)]
+    trees = [chain for chain, _ in pairs]
+    return _Group("copies", drafts, trees, [tree.shape for tree in trees], [nodes for _, nodes in pairs])
 
 
 def batch_rounds(steps: np.ndarray, batch: int, *, finished_rows_wait: bool) -> np.ndarray:
@@ -117,22 +169,29 @@ def rank(
     """
     check_drafted(trace)
     found: list[Choice] = []
-    for kind, drafts, trees, shapes in candidates(trace, bounds):
-        own = trace.select(drafts) if drafts else trace
-        steps = verify_steps(own, trees)  # [I, P]
-        rates = tokens_per_step(own, trees)
-        seconds = np.array([cost(shape, drafts, batch=batch, context=context) for shape in shapes])
-        rounds = batch_rounds(steps, batch, finished_rows_wait=finished_rows_wait)
-        per_token = seconds * rounds / np.sum(trace.drafted)
+    for group in _groups(trace, bounds):
+        steps, copied = group.steps(trace), group.copied or [0] * len(group.trees)
+        seconds = [
+            cost(shape, group.drafts, batch=batch, context=context, copied=nodes)
+            for shape, nodes in zip(group.shapes, copied)
+        ]
+        rounds, tokens = batch_rounds(steps, batch, finished_rows_wait=finished_rows_wait), np.sum(trace.drafted)
+        per_token = np.array(seconds) * rounds / tokens
         for index in np.argsort(per_token, kind="stable")[:8]:
-            tree = trees[index] if isinstance(trees[index], Topology) else Topology.from_schedule(trees[index])
-            name = _name(kind, trees[index], tree)
-            candidate = Candidate(kind, name, tree, drafts, float(rates[index]), steps[index])
+            given = group.trees[index]
+            tree = given if isinstance(given, Topology) else Topology.from_schedule(given)
+            name, rate = _name(group.kind, given, copied[index]), tokens / np.sum(steps[index])
+            candidate = Candidate(group.kind, name, tree, group.drafts, float(rate), steps[index], copied[index])
             found.append(Choice(candidate, 1e3 * float(per_token[index])))
     return sorted(found, key=lambda choice: choice.milliseconds)
 
 
-def _name(kind: str, tree: Any, built: Topology) -> str:
+def _name(kind: str, tree: Any, copied: int) -> str:
     if kind == "incremental":
         return kind
-    return f"optimal({built.shape.num_nodes})" if kind == "tree" else f"<{','.join(map(str, tree))}>"
+    if kind == "tree":
+        return f"optimal({tree.shape.num_nodes}, depth {tree.shape.depth})"
+    if kind == "copies":
+        chain = f"<{','.join('1' * tree.shape.depth)}> and " if tree.shape.depth else ""
+        return f"{chain}copies, {copied + 1} nodes"
+    return f"<{','.join(map(str, tree))}>"

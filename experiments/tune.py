@@ -124,7 +124,7 @@ def _report(title: str, choices: Sequence[Choice], bench: Bench, confirmed: dict
             candidate.name,
             candidate.kind,
             metrics.short_names([bench.names[draft] for draft in candidate.drafts]),
-            str(len(candidate.drafts) * (candidate.tree.shape.num_nodes - 1)),
+            str(candidate.nodes),
             f"{candidate.tokens_per_step:.2f}",
             f"{choice.milliseconds:.3g}",
             f"{base / choice.milliseconds:.2f}x",

@@ -23,7 +23,7 @@ from specjax.request import Plan, prepare
 from specjax.tree import Topology
 from specjax.types import Model
 
-KINDS = ("incremental", "chain", "schedule", "tree")
+KINDS = ("incremental", "chain", "schedule", "tree", "copies")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +129,9 @@ class Bench:
 
     def plans(self, candidate: Candidate, batch: int) -> list[Plan]:
         """Greedy decoding of all prompts, batch by batch."""
-        drafts = [self.drafts[draft] for draft in candidate.drafts]
-        tree, budget = candidate.tree if drafts else None, self.tune.max_new_tokens
+        drafters, budget = candidate.drafters(self.target, self.drafts), self.tune.max_new_tokens
         return [
-            prepare(self.target, list(part), drafts=drafts, tree=tree, max_new_tokens=budget)
+            prepare(self.target, list(part), drafts=drafters, max_new_tokens=budget)
             for part in itertools.batched(self.texts, batch)
         ]
 
@@ -221,11 +220,13 @@ def confirm(bench: Bench, batch: int, choices: Sequence[Choice]) -> tuple[RoundC
 
 
 def _same_method(one: Candidate, other: Candidate) -> bool:
-    return one.drafts == other.drafts and np.array_equal(transitions(one.tree), transitions(other.tree))
+    same = one.drafts == other.drafts and one.copied == other.copied
+    return same and np.array_equal(transitions(one.tree), transitions(other.tree))
 
 
 def milliseconds(candidate: Candidate, cost: RoundCost, bench: Bench, batch: int) -> float:
     """Predicted for a token, on this machine."""
-    seconds = cost(candidate.tree.shape, candidate.drafts, batch=batch, context=bench.capacity)
+    shape, copied = candidate.tree.shape, candidate.copied
+    seconds = cost(shape, candidate.drafts, batch=batch, context=bench.capacity, copied=copied)
     rounds = batch_rounds(candidate.steps, batch, finished_rows_wait=True)
     return float(1e3 * seconds * rounds / np.sum(bench.trace.drafted))

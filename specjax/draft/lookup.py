@@ -10,6 +10,8 @@ from specjax.sampling import Warp
 from specjax.tree import MAX_NODES, TokenTree
 from specjax.types import Drafter, Emission, RoundKeys
 
+MIN_MATCH, MAX_MATCH = 2, 8  # tokens that are compared, unless told otherwise
+
 
 class LookupState(NamedTuple):
     """The text of each row so far."""
@@ -19,7 +21,7 @@ class LookupState(NamedTuple):
 
 
 def prompt_lookup(
-    vocab_size: int, *, branches: int = 3, length: int = 8, min_match: int = 2, max_match: int = 8
+    vocab_size: int, *, branches: int = 3, length: int = 8, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH
 ) -> Drafter:
     """A drafter that copies from prompt and text: no model, no training, no round trip to the host.
 
@@ -78,7 +80,9 @@ def _functions(vocab_size: int, branches: int, length: int, min_match: int, max_
         params: None, keys: RoundKeys, state: LookupState, roots: jax.Array, warp: Warp
     ) -> tuple[TokenTree, LookupState]:
         del params, keys, warp
-        find = functools.partial(_find, branches=branches, length=length, min_match=min_match, max_match=max_match)
+        find = functools.partial(
+            continuations, branches=branches, length=length, min_match=min_match, max_match=max_match
+        )
         paths, found = jax.vmap(find)(*state)
         tree = jax.vmap(functools.partial(_tree, vocab_size=vocab_size))(roots, paths, found)
         return tree, state
@@ -94,7 +98,7 @@ def _functions(vocab_size: int, branches: int, length: int, min_match: int, max_
     return init, propose, commit
 
 
-def _find(
+def continuations(
     tokens: jax.Array, end: jax.Array, *, branches: int, length: int, min_match: int, max_match: int
 ) -> tuple[jax.Array, jax.Array]:
     """The best continuations [branches, length] of the first ``end`` of tokens [T], and which of them exist."""
@@ -104,16 +108,19 @@ def _find(
     for back in range(max_match):
         agree &= (places >= back) & (jnp.roll(tokens, back) == tokens[end - 1 - back])
         matched += agree
-    # Behind the end of the text comes the copy itself.
-    period = jnp.maximum(end - 1 - places, 1)
-    copied = tokens[places[:, None] + 1 + jnp.arange(length) % period[:, None]]  # [T, length]
+    period = jnp.maximum(end - 1 - places, 1)  # behind the end of the text comes the copy itself
+
+    def copied(place: jax.Array) -> jax.Array:
+        """What follows places [..], as [.., length]."""
+        return tokens[place[..., None] + 1 + jnp.arange(length) % period[place][..., None]]
+
     score = jnp.where(matched >= min_match, matched * len(tokens) + places, -1)
     paths, found = [], []
     for _ in range(branches):
         best = jnp.argmax(score)
-        paths.append(copied[best])
+        paths.append(copied(best))
         found.append(score[best] >= 0)
-        score = jnp.where(jnp.all(copied == copied[best], axis=1), -1, score)
+        score = jnp.where(jnp.all(copied(places) == paths[-1], axis=1), -1, score)
     return jnp.stack(paths), jnp.stack(found)
 
 

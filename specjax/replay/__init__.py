@@ -1,5 +1,6 @@
 """Replay: what any static tree would have accepted, from one recorded text; what it costs, and which to choose."""
 
+from specjax.replay.copies import Copies, copy_steps
 from specjax.replay.cost import DEVICES, Device, Forwards, Latency, RoundCost, measure_latency, roofline
 from specjax.replay.optimal import Optimum, best_size, expected_tokens, optimal_trees
 from specjax.replay.ranks import RankTrace, rank_trace
@@ -9,6 +10,7 @@ from specjax.replay.walk import ReplayedRound, rounds, tokens_per_step, verify_s
 __all__ = [
     "DEVICES",
     "Acceptance",
+    "Copies",
     "Device",
     "Estimate",
     "Forwards",
@@ -20,6 +22,7 @@ __all__ = [
     "RoundCost",
     "best_size",
     "calibrate",
+    "copy_steps",
     "estimate_tokens_per_step",
     "expected_tokens",
     "measure_latency",

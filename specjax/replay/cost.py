@@ -200,24 +200,27 @@ class RoundCost(NamedTuple):
     draft_factor: float = 1.0  # of the drafts' forwards, with their draws
     fixed: float = 0.0  # seconds a round
 
-    def forwards(self, shape: TreeShape, drafts: Sequence[int], *, batch: int, context: int) -> Forwards:
+    def forwards(
+        self, shape: TreeShape, drafts: Sequence[int], *, batch: int, context: int, copied: int = 0
+    ) -> Forwards:
         """The bare forwards: the drafts are fed what was emitted, then level by level; then the target.
 
         Args:
           shape: of the tree that each draft drafts.
           drafts: which drafts; their merged tree has room for all their nodes.
           batch, context: as in ``Latency``.
+          copied: nodes below the root where prompt lookup is merged with them (``Copies.nodes``); it costs nothing.
         """
         members = list(drafts) if shape.depth else []
-        levels = (shape.depth + 1, *shape.widths[1:])
+        levels = (max(shape.depth, copied) + 1, *shape.widths[1:])
         return Forwards(
-            self.target(batch, len(members) * (shape.num_nodes - 1) + 1, context),
+            self.target(batch, (copied or len(members) * (shape.num_nodes - 1)) + 1, context),
             sum(self.drafts[draft](batch, rows, context) for draft in members for rows in levels),
         )
 
-    def __call__(self, shape: TreeShape, drafts: Sequence[int], *, batch: int, context: int) -> float:
+    def __call__(self, shape: TreeShape, drafts: Sequence[int], *, batch: int, context: int, copied: int = 0) -> float:
         """Seconds of a round; arguments as ``forwards``."""
-        bare = self.forwards(shape, drafts, batch=batch, context=context)
+        bare = self.forwards(shape, drafts, batch=batch, context=context, copied=copied)
         return self.fixed + self.target_factor * bare.target + self.draft_factor * bare.drafts
 
     def fitted(self, forwards: Sequence[Forwards], seconds: Sequence[float]) -> "RoundCost":

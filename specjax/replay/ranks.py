@@ -1,4 +1,4 @@
-"""Rank traces: where each token of a text stood among the draws of every draft model."""
+"""Rank traces: where each token of a text stood among the draws of every draft model, and what the text repeats."""
 
 import functools
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from specjax.draft.lookup import MAX_MATCH, MIN_MATCH, continuations
 from specjax.laws import gumbel_noise
 from specjax.replay.record import Window, record
 from specjax.sampling import Warp
@@ -30,6 +31,7 @@ class RankTrace(NamedTuple):
     ranks: np.ndarray  # [S, P, T] int32: 0 where it is the first draw behind the text before it; FAR: never drawn
     near: np.ndarray  # [S, P, T] bool: another token's logit is within NEAR of this one's, for the draft
     target_near: np.ndarray  # [P, T] bool: the same for the target
+    copied: np.ndarray  # [P, T] int32 tokens behind it that prompt lookup copies right; -1 where it finds nothing
 
     def select(self, drafts: Sequence[int]) -> "RankTrace":
         """The trace of some of the drafts, by index: of one alone, or of the ensemble of several.
@@ -99,7 +101,32 @@ def rank_trace(
         eos_ids=eos_ids,
     )
     by_draft = {name: np.moveaxis(found.facts[name], -1, 0) for name in ("ranks", "near")}
-    return RankTrace(found.tokens, found.lengths, **by_draft, target_near=found.facts["target_near"])
+    copied = _copied(prompts, found.tokens, found.lengths)
+    return RankTrace(found.tokens, found.lengths, **by_draft, target_near=found.facts["target_near"], copied=copied)
+
+
+def _copied(prompts: Sequence[Sequence[int]], tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[P, T] tokens behind each that the best match of prompt lookup continues right; -1 where nothing matches."""
+    most, width = tokens.shape[1], max(map(len, prompts))
+    found = []
+    for prompt, text, length in zip(prompts, tokens, lengths):
+        whole = np.zeros(width + 2 * most, np.int32)  # with room to compare a whole continuation behind the last token
+        whole[: len(prompt)], whole[len(prompt) :][:most] = prompt, text
+        found.append(np.asarray(_copied_right(whole, len(prompt), len(prompt) + length, most)))
+    return np.stack(found)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _copied_right(text: jax.Array, start: int, end: int, most: int) -> jax.Array:
+    """[most] of the tokens of text [T] that begin at ``start`` and end at ``end``."""
+
+    def at(place: jax.Array) -> jax.Array:
+        path, found = continuations(text, place + 1, branches=1, length=most, min_match=MIN_MATCH, max_match=MAX_MATCH)
+        behind = place + 1 + jnp.arange(most)
+        right = (path[0] == text[behind]) & (behind < end)
+        return jnp.where(found[0], jnp.sum(jnp.cumprod(right), dtype=jnp.int32), -1)
+
+    return lax.map(at, start + jnp.arange(most))
 
 
 def _rank(window: Window, *, shared: bool) -> dict[str, jax.Array]:

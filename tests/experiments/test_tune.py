@@ -56,9 +56,10 @@ def tuned(zoo, tmp_path):
 
 def test_a_run_confirms_the_best_of_each_kind(tuned):
     records = json.loads((tuned / "confirmed.json").read_text())
-    assert {record["kind"] for record in records} == set(KINDS)
+    # A draft that is never wrong makes every optimal tree a chain.
+    assert {record["kind"] for record in records} == set(KINDS) - {"tree"}
     assert all(record["steps_agree"] and record["measured_ms"] > 0 for record in records)
-    assert all(record["tokens_per_step"] > 1.8 for record in records if record["kind"] != "incremental")
+    assert all(record["tokens_per_step"] > 1.8 for record in records if record["drafts"])
     report = (tuned / "report.md").read_text()
     assert "Verify steps of every prompt as replayed: " in report
     assert "(modelled)" in report
@@ -115,7 +116,7 @@ def test_a_modelled_card_reads_weights_until_it_multiplies():
     cost = RoundCost(curve, (roofline(small, DEVICES["h200"]),))
     ranks = np.random.default_rng(0).geometric(0.5, (1, 8, 64)).astype(np.int32) - 1
     near = np.zeros(ranks.shape, bool)
-    trace = RankTrace(np.zeros((8, 64), np.int32), np.full(8, 64, np.int32), ranks, near, near[0])
+    trace = RankTrace(np.zeros((8, 64), np.int32), np.full(8, 64, np.int32), ranks, near, near[0], np.full((8, 64), -1))
     bounds = search.Bounds(max_nodes=40, max_depth=4, most_draws=6, screen=500)
     sizes = []
     for batch in (1, 16, 64):
@@ -187,7 +188,7 @@ def test_batch_sizes_of_a_config_come_in_any_order(monkeypatch):
 def test_texts_without_rounds_are_not_ranked():
     curve = Latency("measured on paper", (1,), (1,), (128,), np.ones((1, 1, 1)))
     ranks = np.zeros((1, 2, 8), np.int32)
-    trace = RankTrace(ranks[0], np.ones(2, np.int32), ranks, ranks > 0, ranks[0] > 0)
+    trace = RankTrace(ranks[0], np.ones(2, np.int32), ranks, ranks > 0, ranks[0] > 0, ranks[0] - 1)
     with pytest.raises(ValueError, match="ends at its first token"):
         search.rank(trace, search.Bounds(4, 2, 2, 9), RoundCost(curve, (curve,)), 1, 128, finished_rows_wait=True)
 

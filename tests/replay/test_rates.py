@@ -151,7 +151,7 @@ def test_intervals_and_standard_errors_cover(prompts, alike):
 
     def trace(ranks: np.ndarray) -> RankTrace:
         near = np.zeros(ranks.shape, bool)
-        return RankTrace(np.zeros_like(ranks), np.full(len(ranks), tokens), ranks[None], near[None], near)
+        return RankTrace(np.zeros_like(ranks), np.full(len(ranks), tokens), ranks[None], near[None], near, near)
 
     whole = trace(ranks(20_000))
     truth = calibrate(whole, depth=2, most_draws=3).rates

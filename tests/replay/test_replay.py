@@ -96,7 +96,7 @@ def test_a_member_is_followed_only_where_it_drafted_all_of_the_path():
     """Two drafts that are each right at every other token: merged chains accept one token a round, never more."""
     ranks = np.tile(np.array([[0, 1], [1, 0]]), 8)[:, None]  # draft 0 right at even places, draft 1 at odd ones
     none = np.zeros(ranks.shape, bool)
-    trace = RankTrace(np.zeros((1, 16), np.int32), np.array([16]), ranks, none, none[0])
+    trace = RankTrace(np.zeros((1, 16), np.int32), np.array([16]), ranks, none, none[0], none[0])
     assert [item.accepted for item in rounds(trace, (1, 1, 1))[0]] == [1] * 7 + [1]
     assert tokens_per_step(trace, [(1, 1, 1), (2, 2, 2)]).tolist() == [15 / 8, 15 / 4]
 
@@ -136,7 +136,7 @@ def test_ten_thousand_schedules_take_seconds():
     trees = [every[index] for index in rng.choice(len(every), 1000, replace=False)]
     ranks = rng.geometric(0.6, (1, 128, 128)).astype(np.int32) - 1
     near = np.zeros(ranks.shape, bool)
-    trace = RankTrace(np.zeros((128, 128), np.int32), np.full(128, 128, np.int32), ranks, near, near[0])
+    trace = RankTrace(np.zeros((128, 128), np.int32), np.full(128, 128, np.int32), ranks, near, near[0], near[0])
     tokens_per_step(trace, trees)  # compiles
     began = time.process_time()
     found = tokens_per_step(trace, trees)
@@ -184,7 +184,8 @@ def test_nonsense_is_refused(change, message):
     [((0,), "expected an integer"), ("32", "a sequence"), ([[0, 0]], "lacks its parent"), ((), "at least one")],
 )
 def test_what_is_no_tree_is_refused(tree, message):
-    trace = RankTrace(np.zeros((1, 2)), np.array([2]), np.zeros((1, 1, 2), int), np.zeros((1, 1, 2)), np.zeros((1, 2)))
+    none = np.zeros((1, 2))
+    trace = RankTrace(none, np.array([2]), np.zeros((1, 1, 2), int), none[None], none, none)
     with pytest.raises(ValueError, match=message):
         tokens_per_step(trace, [(1,), tree])
     with pytest.raises(ValueError, match="indices of drafts"):
