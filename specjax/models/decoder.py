@@ -11,7 +11,7 @@ from flax import nnx
 from pallas_kernels.tree_attention import IMPLEMENTATIONS, TreeAttention, tree_attention
 from specjax.cache import KVCache
 from specjax.models.config import DecoderConfig
-from specjax.models.product import product
+from specjax.models.product import barrier, product
 from specjax.models.rope import rotate, turns
 from specjax.types import Forward, ForwardOut, Model, PyTree, TreeMask
 
@@ -169,7 +169,8 @@ def layers_function(config: DecoderConfig, attention: str | TreeAttention | None
         return x if config.norm_first else norm(x, config.norm_eps)
 
     def run(module: HasLayers, x: jax.Array, positions: jax.Array, mask: TreeMask, cache: KVCache):
-        turned = None if config.rope is None else turns(config.rope, config.head_dim, positions)
+        # Left alone, XLA computes sines and cosines anew for the queries and the keys of every layer.
+        turned = None if config.rope is None else barrier(turns(config.rope, config.head_dim, positions))
         for index, layer in enumerate(module.layers):
             attended, cache = attend(index, layer.self_attn, before(layer.input_layernorm, x), turned, mask, cache)
             x = after(layer.input_layernorm, x + attended)

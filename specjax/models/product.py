@@ -35,9 +35,10 @@ def _rows_first(rows: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _weight_first(rows: jax.Array, weight: jax.Array) -> jax.Array:
     # The second factor is packed anew in each product, so the small one stands there: 2 to 8 rows of a large matrix
-    # then take two thirds of the time (docs/performance.md). The barriers keep XLA from swapping the factors back.
+    # then take two thirds of the time (docs/performance.md). The barriers keep XLA from swapping the factors back. None
+    # stands behind the last transposition: what reads the product reads it transposed, often to be a factor itself.
     out = jax.lax.dot_general(weight, barrier(rows.T), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    return barrier(barrier(out).T)
+    return barrier(out).T
 
 
 def _dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
