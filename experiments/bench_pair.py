@@ -168,9 +168,9 @@ class Pair:
             best("incremental", choices, ("incremental",), ()),
             best("chain", choices, ("chain",), (0,)),
             best("tree", choices, ("schedule", "tree"), (0,)),
-            best("tree with copies", choices, ("copies",), (0,)),
+            best("tree with lookup", choices, ("lookup",), (0,)),
             best("ensemble", choices, ("chain", "schedule"), everyone),
-            best("lookup", choices, ("copies",), ()),
+            best("lookup", choices, ("lookup",), ()),
         ]
         traces = self.sampled
         if traces is None:
@@ -185,7 +185,7 @@ class Pair:
         def sampled(verifier: str, mode: str) -> Method:
             name, options = f"{verifier} at 1", dict(HOT, verifier=verifier)
             if mode not in trees:  # replayed, since its text is the baseline's
-                kinds = ("chain", "schedule", "tree", "copies")
+                kinds = ("chain", "schedule", "tree", "lookup")
                 return best(name, ranked(traces.ranks), kinds, (0,), mode, base.name, **options)
             plans = self.plans(drafts=self.drafts[:1], tree=trees[mode], draft_mode=mode, **options)
             about = f"optimal({trees[mode].shape.num_nodes})"
@@ -195,8 +195,8 @@ class Pair:
 
     @property
     def best_tree(self) -> Method:
-        """Of the trees of one SSM, alone or with copies, the one that the tuner likes best."""
-        return min((self.methods[name] for name in ("tree", "tree with copies")), key=lambda it: it.choice.milliseconds)
+        """Of the trees of one SSM, alone or with prompt lookup, the one that the tuner likes best."""
+        return min((self.methods[name] for name in ("tree", "tree with lookup")), key=lambda it: it.choice.milliseconds)
 
     def predicted(self, name: str) -> float | None:
         """How many times as fast as incremental decoding the tuner takes a method to be, if it chose it."""

@@ -1,4 +1,4 @@
-"""The search of the tuner: chains, schedules, optimal trees, chains beside copies; replayed and costed."""
+"""The search of the tuner: chains, schedules, optimal trees, and prompt lookup; replayed and costed."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax.replay import Copies, RankTrace, RoundCost, calibrate, copy_steps, optimal_trees, verify_steps
+from specjax.replay import LookupTree, RankTrace, RoundCost, calibrate, lookup_steps, optimal_trees, verify_steps
 from specjax.request import make_drafter
 from specjax.tree import Topology, TreeShape
 from specjax.types import Drafter, Model
@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
     drafts: tuple[int, ...]
     tokens_per_step: float  # replayed
     steps: np.ndarray  # [P] verify steps of each prompt, replayed
-    copied: int = 0  # nodes below the root of its union with prompt lookup, ``Copies.nodes``; 0: it is not used
+    copied: int = 0  # nodes below the root of its union with prompt lookup, ``LookupTree.nodes``; 0: it is not used
 
     @property
     def nodes(self) -> int:
@@ -53,10 +53,10 @@ class Candidate(NamedTuple):
 
     def drafters(self, target: Model, models: Sequence[Model], mode: str = "top_k") -> list[Drafter]:
         """What drafts it, to be given to ``generate``: of the drafts that were traced, those that it takes."""
-        own = make_drafter([models[draft] for draft in self.drafts], self.tree, mode) if self.drafts else None
+        own = [models[draft] for draft in self.drafts]
         if self.copied:
-            own = Copies(self.tree.shape.depth, self.copied).drafter(own, target.vocab_size)
-        return [] if own is None else [own]
+            return [LookupTree(self.tree.shape.depth, self.copied).drafter(target.vocab_size, *own, draft_mode=mode)]
+        return [make_drafter(own, self.tree, mode)] if own else []
 
 
 class Choice(NamedTuple):
@@ -86,15 +86,15 @@ class _Group(NamedTuple):
         own = trace.select(self.drafts) if self.drafts else trace
         if self.copied is None:
             return verify_steps(own, self.trees)
-        return copy_steps(own, [Copies(shape.depth, nodes) for shape, nodes in zip(self.shapes, self.copied)])
+        return lookup_steps(own, [LookupTree(shape.depth, nodes) for shape, nodes in zip(self.shapes, self.copied)])
 
 
 def _groups(trace: RankTrace, bounds: Bounds) -> Iterator[_Group]:
-    """Chains and schedules for every set of drafts; optimal trees, and chains beside copies, for every draft."""
+    """Chains and schedules for every set of drafts; optimal trees and prompt lookup for every draft."""
     rng = np.random.default_rng(bounds.seed)
     lone = Topology.chain(0)
     yield _Group("incremental", (), [lone], [lone.shape])
-    yield _copies((), [lone], bounds)
+    yield _lookups((), [lone], bounds)
     every = list(schedules(bounds.max_nodes, bounds.max_depth))
     count = len(trace.ranks)
     for size in range(1, count + 1):
@@ -108,7 +108,7 @@ def _groups(trace: RankTrace, bounds: Bounds) -> Iterator[_Group]:
             if size == 1:
                 trees = _optimal(trace.select(drafts), bounds)
                 yield _Group("tree", drafts, trees, [tree.shape for tree in trees])
-                yield _copies(drafts, [Topology.from_schedule(chain) for chain in chains], bounds)
+                yield _lookups(drafts, [Topology.from_schedule(chain) for chain in chains], bounds)
 
 
 def _optimal(trace: RankTrace, bounds: Bounds) -> list[Topology]:
@@ -123,11 +123,11 @@ def _optimal(trace: RankTrace, bounds: Bounds) -> list[Topology]:
     return list(found.values())
 
 
-def _copies(drafts: tuple[int, ...], chains: list[Topology], bounds: Bounds) -> _Group:
-    """Chains in every larger union with what prompt lookup copies."""
+def _lookups(drafts: tuple[int, ...], chains: list[Topology], bounds: Bounds) -> _Group:
+    """Chains in unions of every larger size with what prompt lookup copies."""
     pairs = [(chain, nodes) for chain in chains for nodes in range(chain.shape.depth + 1, bounds.max_nodes)]
     trees = [chain for chain, _ in pairs]
-    return _Group("copies", drafts, trees, [tree.shape for tree in trees], [nodes for _, nodes in pairs])
+    return _Group("lookup", drafts, trees, [tree.shape for tree in trees], [nodes for _, nodes in pairs])
 
 
 def batch_rounds(steps: np.ndarray, batch: int, *, finished_rows_wait: bool) -> np.ndarray:
@@ -191,7 +191,7 @@ def _name(kind: str, tree: Any, copied: int) -> str:
         return kind
     if kind == "tree":
         return f"optimal({tree.shape.num_nodes}, depth {tree.shape.depth})"
-    if kind == "copies":
+    if kind == "lookup":
         chain = f"<{','.join('1' * tree.shape.depth)}> and " if tree.shape.depth else ""
-        return f"{chain}copies, {copied + 1} nodes"
+        return f"{chain}lookup({copied + 1})"
     return f"<{','.join(map(str, tree))}>"

@@ -23,7 +23,7 @@ from specjax.request import Plan, prepare
 from specjax.tree import Topology
 from specjax.types import Model
 
-KINDS = ("incremental", "chain", "schedule", "tree", "copies")
+KINDS = ("incremental", "chain", "schedule", "tree", "lookup")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -209,7 +209,7 @@ class RoundCost(NamedTuple):
           shape: of the tree that each draft drafts.
           drafts: which drafts; their merged tree has room for all their nodes.
           batch, context: as in ``Latency``.
-          copied: nodes below the root where prompt lookup is merged with them (``Copies.nodes``); it costs nothing.
+          copied: nodes below the root where prompt lookup is merged with them (``LookupTree.nodes``); it costs nothing.
         """
         members = list(drafts) if shape.depth else []
         levels = (max(shape.depth, copied) + 1, *shape.widths[1:])

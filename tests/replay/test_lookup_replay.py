@@ -1,4 +1,4 @@
-"""Replayed copies are real decoding: prompt lookup alone and beside chains, greedily and sampled with fixed seeds."""
+"""Replayed prompt lookup is decoding, alone and beside chains; greedily, and sampled with fixed seeds."""
 
 import itertools
 
@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.replay import Copies, RankTrace, copy_steps, rank_trace, verify_steps
-from specjax.request import make_drafter
+from specjax.replay import LookupTree, RankTrace, lookup_steps, rank_trace, verify_steps
 from specjax.testing import table_model
 from tests.helpers import MIXED, PERFECT, VOCAB, prompts_of, row_kinds
 
@@ -16,24 +15,19 @@ TARGET = table_model(np.random.default_rng(5).normal(0, 2, (VOCAB, VOCAB)))
 DRAFT = row_kinds(TARGET, [MIXED, PERFECT, MIXED, MIXED])
 PROMPTS = prompts_of([5, 30, 12, 1])
 OPTIONS = dict(max_new_tokens=[60, 60, 30, 2], eos_ids=[3], seeds=[1, 2, 3, 4])
-METHODS = [Copies(*pair) for pair in ((0, 1), (0, 4), (0, 9), (1, 2), (2, 4), (3, 4), (3, 7), (3, 12), (6, 7), (6, 9))]
-
-
-def drafter(method: Copies) -> sj.Drafter:
-    chain = make_drafter([DRAFT], (1,) * method.chain, "top_k") if method.chain else None
-    return method.drafter(chain, VOCAB)
+TREES = [LookupTree(*pair) for pair in ((0, 1), (0, 4), (0, 9), (1, 2), (2, 4), (3, 4), (3, 7), (3, 12), (6, 7), (6, 9))]
 
 
 @pytest.mark.parametrize("warp", [None, sj.Warp(0.3)], ids=["greedy", "sampled"])
-def test_copies_are_decoded_as_replayed(warp):
+def test_lookup_is_decoded_as_replayed(warp):
     trace = rank_trace(TARGET, [DRAFT], PROMPTS, warp=warp, **OPTIONS)
-    steps, plain = copy_steps(trace, METHODS), verify_steps(trace, [sj.Topology.chain(0)])[0]
-    for method, replayed in zip(METHODS, steps):
-        real = sj.generate(TARGET, PROMPTS, drafts=[drafter(method)], warp=warp, **OPTIONS)
-        assert [len(row) for row in real.rounds] == replayed.tolist(), method
+    steps, plain = lookup_steps(trace, TREES), verify_steps(trace, [sj.Topology.chain(0)])[0]
+    for tree, replayed in zip(TREES, steps):
+        real = sj.generate(TARGET, PROMPTS, drafts=[tree.drafter(VOCAB, DRAFT if tree.chain else None)], warp=warp, **OPTIONS)
+        assert [len(row) for row in real.rounds] == replayed.tolist(), tree
     assert np.all(steps <= plain)
     assert steps[2].sum() < 0.7 * plain.sum()  # texts repeat themselves
-    assert steps[METHODS.index(Copies(3, 7))].sum() < min(steps[2].sum(), verify_steps(trace, [(1,) * 3]).sum())
+    assert steps[TREES.index(LookupTree(3, 7))].sum() < min(steps[2].sum(), verify_steps(trace, [(1,) * 3]).sum())
 
 
 def test_what_is_copied_right():
@@ -71,20 +65,28 @@ def test_room_is_shared_as_nodes_are_drafted():
             while at < most - 1:
                 left = max(min(drafted - at, chain), 0)
                 at, steps = at + 1 + accepted(chain, nodes, left, copied if at == 0 else -1), steps + 1
-            assert copy_steps(trace, [Copies(chain, nodes)]).tolist() == [[steps]]
+            assert lookup_steps(trace, [LookupTree(chain, nodes)]).tolist() == [[steps]]
             compared += 1
     assert compared > 1000
 
 
 @pytest.mark.parametrize(
-    ("method", "drafts", "message"),
+    ("tree", "drafts", "message"),
     [
-        (Copies(2, 0), [0], "1 or more nodes"),
-        (Copies(-1, 2), [0], "0 or more tokens"),
-        (Copies(2, 4), [0, 1], "one of 2 drafts"),
+        (LookupTree(2, 0), [0], "1 or more nodes"),
+        (LookupTree(-1, 2), [0], "0 or more tokens"),
+        (LookupTree(2, 4), [0, 1], "got one of 2 drafts"),
     ],
 )
-def test_nonsense_is_refused(method, drafts, message):
+def test_nonsense_is_refused(tree, drafts, message):
     trace = rank_trace(TARGET, [TARGET, TARGET], [[1, 2]], max_new_tokens=3).select(drafts)
     with pytest.raises(ValueError, match=message):
-        copy_steps(trace, [method])
+        lookup_steps(trace, [tree])
+
+
+def test_a_chain_and_its_draft_come_together():
+    for tree, draft in ((LookupTree(2, 4), None), (LookupTree(0, 4), DRAFT)):
+        with pytest.raises(ValueError, match="a chain needs the draft"):
+            tree.drafter(VOCAB, draft)
+    with pytest.raises(ValueError, match="1 or more nodes"):
+        LookupTree(0, 0).drafter(VOCAB)
