@@ -15,7 +15,8 @@ TARGET = table_model(np.random.default_rng(5).normal(0, 2, (VOCAB, VOCAB)))
 DRAFT = row_kinds(TARGET, [MIXED, PERFECT, MIXED, MIXED])
 PROMPTS = prompts_of([5, 30, 12, 1])
 OPTIONS = dict(max_new_tokens=[60, 60, 30, 2], eos_ids=[3], seeds=[1, 2, 3, 4])
-TREES = [LookupTree(*pair) for pair in ((0, 1), (0, 4), (0, 9), (1, 2), (2, 4), (3, 4), (3, 7), (3, 12), (6, 7), (6, 9))]
+SIZES = ((0, 1), (0, 4), (0, 9), (1, 2), (2, 4), (3, 4), (3, 7), (3, 12), (6, 7), (6, 9))
+TREES = [LookupTree(*size) for size in SIZES]
 
 
 @pytest.mark.parametrize("warp", [None, sj.Warp(0.3)], ids=["greedy", "sampled"])
@@ -23,7 +24,8 @@ def test_lookup_is_decoded_as_replayed(warp):
     trace = rank_trace(TARGET, [DRAFT], PROMPTS, warp=warp, **OPTIONS)
     steps, plain = lookup_steps(trace, TREES), verify_steps(trace, [sj.Topology.chain(0)])[0]
     for tree, replayed in zip(TREES, steps):
-        real = sj.generate(TARGET, PROMPTS, drafts=[tree.drafter(VOCAB, DRAFT if tree.chain else None)], warp=warp, **OPTIONS)
+        drafter = tree.drafter(VOCAB, DRAFT if tree.chain else None)
+        real = sj.generate(TARGET, PROMPTS, drafts=[drafter], warp=warp, **OPTIONS)
         assert [len(row) for row in real.rounds] == replayed.tolist(), tree
     assert np.all(steps <= plain)
     assert steps[2].sum() < 0.7 * plain.sum()  # texts repeat themselves
