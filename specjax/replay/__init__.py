@@ -7,7 +7,6 @@ from specjax.replay.ranks import RankTrace, rank_trace
 from specjax.replay.rates import Acceptance, Estimate, RateTrace, calibrate, estimate_tokens_per_step, rate_trace
 from specjax.replay.walk import ReplayedRound, rounds, tokens_per_step, verify_steps
 
-
 __all__ = [
     "DEVICES",
     "Acceptance",
