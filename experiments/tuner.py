@@ -16,7 +16,15 @@ from experiments.search import Bounds, Candidate, Choice, batch_rounds, check_dr
 from experiments.sweep import Models
 from experiments.timing import decode_seconds, interleaved
 from specjax import decode
-from specjax.replay import DEVICES, RoundCost, measure_latency, rank_trace, verify_steps
+from specjax.replay import (
+    DEVICES,
+    LookupTree,
+    RoundCost,
+    lookup_steps,
+    measure_latency,
+    rank_trace,
+    verify_steps,
+)
 from specjax.replay.cost import ROWS
 from specjax.replay.walk import transitions
 from specjax.request import Plan, prepare
@@ -161,6 +169,10 @@ class Bench:
             steps = verify_steps(self.trace.select(drafts) if drafts else self.trace, [tree])[0]
             name = f"<{','.join(map(str, schedule))}>" if schedule else "incremental"
             found.append(Candidate("probe", name, tree, drafts, float("nan"), steps))
+        # Several rows of the target without a draft tell the price of the one from that of the other.
+        lone, copied = Topology.chain(0), min(4, self.tune.max_nodes - 1)
+        steps = lookup_steps(self.trace, [LookupTree(0, copied)])[0]
+        found.append(Candidate("probe", f"lookup({copied + 1})", lone, (), float("nan"), steps, copied))
         return found
 
     @functools.cached_property
@@ -179,7 +191,10 @@ class Bench:
     def fitted(self, probes: Sequence[Candidate], seconds: Sequence[float], batch: int) -> RoundCost:
         """The curves with what decoding the probes took beyond them."""
         bare = [
-            self.curves.forwards(probe.tree.shape, probe.drafts, batch=batch, context=self.capacity) for probe in probes
+            self.curves.forwards(
+                probe.tree.shape, probe.drafts, batch=batch, context=self.capacity, copied=probe.copied
+            )
+            for probe in probes
         ]
         rounds = [float(batch_rounds(probe.steps, batch, finished_rows_wait=True)) for probe in probes]
         return self.curves.fitted(bare, [took / count for took, count in zip(seconds, rounds)])
