@@ -34,7 +34,7 @@ INFLATED = {
     "ssm_a": dict(hidden=256, layers=2, ffn=768, vocab=32_000),
     "ssm_b": dict(hidden=256, layers=2, ffn=768, vocab=32_000),
 }
-TRACED, TIMED, LONGEST = 32, 3, 128  # prompts that trees are chosen by, others that are timed, and their tokens
+TRACED, TIMED, LONGEST = 32, 8, 128  # prompts that trees are chosen by, others that are timed, and their tokens
 
 
 class Bar(NamedTuple):
