@@ -29,7 +29,7 @@ class Bounds(NamedTuple):
     """What is searched."""
 
     max_nodes: int  # of a tree, the root included
-    max_depth: int
+    max_depth: int  # that drafts draft; what prompt lookup copies may go deeper, since it costs no pass
     most_draws: int  # of a node of an optimal tree
     screen: int  # schedules replayed, for each set of drafts
     seed: int = 0
@@ -192,6 +192,6 @@ def _name(kind: str, tree: Any, copied: int) -> str:
     if kind == "tree":
         return f"optimal({tree.shape.num_nodes}, depth {tree.shape.depth})"
     if kind == "lookup":
-        chain = f"<{','.join('1' * tree.shape.depth)}> and " if tree.shape.depth else ""
-        return f"{chain}lookup({copied + 1})"
+        copy = f"copy(1x{copied})"  # as in sweeps
+        return f"<{','.join('1' * tree.shape.depth)}> + {copy} to {copied + 1}" if tree.shape.depth else copy
     return f"<{','.join(map(str, tree))}>"

@@ -232,13 +232,13 @@ def label(decode: Decode) -> str:
     ``grow(6x5:21)`` is 21 nodes out of a width of 6 and a depth of 5, ``copy(3x7)`` three matches of seven tokens, and
     ``copy(3x7) + <3,2,1,1>`` the union of two; ``to 12`` behind it is the union's capacity.
     """
-    parts = [_lookups(decode) if name == LOOKUP else _shape(decode) for name in decode.drafts]
+    parts = [_copies(decode) if name == LOOKUP else _shape(decode) for name in decode.drafts]
     between = " + " if decode.combine == "union" else " or "
     cut = f" to {decode.capacity}" if decode.capacity else ""
     return between.join(dict.fromkeys(parts)) + cut if parts else "incremental"
 
 
-def _lookups(decode: Decode) -> str:
+def _copies(decode: Decode) -> str:
     return f"copy({decode.lookup.branches}x{decode.lookup.length})"
 
 

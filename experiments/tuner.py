@@ -84,7 +84,8 @@ class Confirmed(NamedTuple):
 class Bench:
     """Models, prompts, the trace of what the target says to them, and what is timed of them.
 
-    For other code: ``best = Bench(target, [draft], texts, Tune(name="mine")).choices(batch=1)[0].candidate.tree``.
+    For other code: ``best = Bench(target, [draft], texts, Tune(name="mine")).choices(batch=1)[0].candidate``, and
+    ``generate(target, prompts, drafts=best.drafters(target, [draft]))``.
 
     Args:
       target, drafts: models.
@@ -172,7 +173,7 @@ class Bench:
         # Several rows of the target without a draft tell the price of the one from that of the other.
         lone, copied = Topology.chain(0), min(4, self.tune.max_nodes - 1)
         steps = lookup_steps(self.trace, [LookupTree(0, copied)])[0]
-        found.append(Candidate("probe", f"lookup({copied + 1})", lone, (), float("nan"), steps, copied))
+        found.append(Candidate("probe", f"copy(1x{copied})", lone, (), float("nan"), steps, copied))
         return found
 
     @functools.cached_property

@@ -209,7 +209,8 @@ class RoundCost(NamedTuple):
           shape: of the tree that each draft drafts.
           drafts: which drafts; their merged tree has room for all their nodes.
           batch, context: as in ``Latency``.
-          copied: nodes below the root where prompt lookup is merged with them (``LookupTree.nodes``); it costs nothing.
+          copied: nodes below the root of the union with prompt lookup (``LookupTree.nodes``), 0 without it. Copying
+            costs nothing; the union's nodes are the target's rows, and its depth is what the drafts may be fed.
         """
         members = list(drafts) if shape.depth else []
         levels = (max(shape.depth, copied) + 1, *shape.widths[1:])

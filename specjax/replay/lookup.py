@@ -9,6 +9,7 @@ from specjax.draft.ensemble import ensemble
 from specjax.draft.lookup import prompt_lookup
 from specjax.replay.ranks import RankTrace
 from specjax.request import make_drafter
+from specjax.tree import MAX_NODES
 from specjax.types import Drafter, Model
 
 
@@ -34,15 +35,20 @@ class LookupTree(NamedTuple):
         """
         self._check()
         if (draft is None) != (self.chain == 0):
-            raise ValueError(f"a chain needs the draft that drafts it, and a draft a chain; got {self} and {draft=}")
+            given = "no draft" if draft is None else "a draft"
+            raise ValueError(f"a chain needs the draft that drafts it, and a draft a chain; got {self} and {given}")
         lookup = prompt_lookup(vocab_size, branches=1, length=self.nodes)
         if draft is None:
             return lookup
         return ensemble([make_drafter([draft], (1,) * self.chain, draft_mode), lookup], capacity=self.nodes + 1)
 
     def _check(self) -> None:
-        if self.chain < 0 or self.nodes < 1:
-            raise ValueError(f"expected a chain of 0 or more tokens in a tree of 1 or more nodes; got {self}")
+        whole = all(isinstance(value, int) and not isinstance(value, bool) for value in self)
+        if not whole or self.chain < 0 or not 1 <= self.nodes < MAX_NODES:
+            raise ValueError(
+                "a LookupTree has a chain of 0 or more tokens, and 1 or more nodes below its root, at most "
+                f"{MAX_NODES - 1}, both integers; got {self}"
+            )
 
 
 def lookup_steps(trace: RankTrace, trees: Sequence[LookupTree]) -> np.ndarray:
@@ -53,7 +59,7 @@ def lookup_steps(trace: RankTrace, trees: Sequence[LookupTree]) -> np.ndarray:
       trees: with prompt lookup as ``LookupTree.drafter`` has it.
 
     Raises:
-      ValueError: for a trace of several drafts and a chain, a chain below 0 tokens, or a tree of no nodes.
+      ValueError: for a trace of several drafts and a chain, or sizes that are no integers or out of range.
     """
     if any(tree.chain for tree in trees) and len(trace.ranks) != 1:
         raise ValueError(f"a chain is replayed with the trace of its draft alone; got one of {len(trace.ranks)} drafts")
@@ -63,8 +69,9 @@ def lookup_steps(trace: RankTrace, trees: Sequence[LookupTree]) -> np.ndarray:
     drafted, copied = np.minimum(_likeliest(trace), chain), np.minimum(trace.copied, nodes)
     both = np.minimum(drafted, np.maximum(copied, 0))  # [I, P, T] what both get right is one branch
     # Nodes are taken depth by depth, the chain's before the copy's. So the chain's node at depth d, where the copy has
-    # gone astray, comes behind 2 d - 1 - both others; the copy's, where the chain has, behind one more, until the chain
-    # ends. Without a match the chain has all room for itself.
+    # gone astray, is number 2 d - 1 - both of the nodes; the copy's, where the chain has, number 2 d - both, and behind
+    # the chain's end d + chain - both. Solved for d, with that number at most ``nodes``, it is how deep each fits.
+    # Without a match the chain has all room for itself.
     chain_fits = np.where(copied < 0, nodes, (nodes + 1 + both) // 2)
     copy_fits = np.maximum(np.minimum((nodes + both) // 2, chain), nodes - chain + both)
     longer = np.where(drafted > copied, np.minimum(drafted, chain_fits), np.minimum(copied, copy_fits))
